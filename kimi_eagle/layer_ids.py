@@ -1,0 +1,62 @@
+"""Layer-id conventions, and the conversions between them: the only place that knows more than one.
+
+In memory and on disk kimi_eagle speaks vLLM's: id k is the residual stream that *enters* decoder layer k, so 0 is the
+embedding output and N (the number of layers) is the output of the last layer before the final norm.
+
+| convention        | id k means                                  | vLLM id |
+|-------------------|---------------------------------------------|---------|
+| vllm              | input of layer k                            | k       |
+| sglang            | output of layer k (also TorchSpec's configs)| k + 1   |
+| speculators-0.3   | captured after layer k                      | k + 1   |
+| huggingface       | hidden_states[k]; entry N is *normed*       | k (k<N) |
+"""
+
+from collections.abc import Sequence
+
+from kimi_eagle.errors import BadInput
+
+OFFSET_TO_VLLM = {"vllm": 0, "sglang": 1, "speculators-0.3": 1, "huggingface": 0}
+
+
+def to_vllm(ids: Sequence[int], convention: str) -> list[int]:
+    """Layer ids given in `convention`, as vLLM's ids, in the same order."""
+    return [k + _offset(convention) for k in ids]
+
+
+def from_vllm(ids: Sequence[int], convention: str) -> list[int]:
+    """vLLM's layer ids written in `convention`, in the same order; BadInput where it has no name for one (vLLM's 0 in SGLang)."""
+    shifted = [k - _offset(convention) for k in ids]
+    if any(k < 0 for k in shifted):
+        raise BadInput(
+            f"layer id 0 (the embeddings) has no name in the {convention} convention: leave it out of {list(ids)}."
+        )
+    return shifted
+
+
+def default_auxiliary(num_layers: int) -> list[int]:
+    """The three auxiliary ids that vLLM and EAGLE-3 take by default: 2, N // 2 and N - 3.
+
+    Raises BadInput where a small target makes them coincide (both capture loops then return fewer states than ids).
+    """
+    ids = [2, num_layers // 2, num_layers - 3]
+    if len(set(ids)) < 3 or ids != sorted(ids):
+        raise BadInput(
+            f"a target of {num_layers} layers has no three distinct default layer ids ({ids}): set auxiliary_layers."
+        )
+    return ids
+
+
+def checked_auxiliary(ids: Sequence[int], num_layers: int) -> list[int]:
+    """`ids` (empty: the default) after checking that they ascend, differ and lie in 0..N-1; BadInput otherwise."""
+    if not ids:
+        return default_auxiliary(num_layers)
+    chosen = [int(k) for k in ids]
+    if chosen != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= num_layers:
+        raise BadInput(f"auxiliary_layers {chosen}: give ascending, distinct vLLM ids between 0 and {num_layers - 1}.")
+    return chosen
+
+
+def _offset(convention: str) -> int:
+    if convention not in OFFSET_TO_VLLM:
+        raise BadInput(f"unknown layer-id convention {convention!r}: use one of {', '.join(OFFSET_TO_VLLM)}.")
+    return OFFSET_TO_VLLM[convention]

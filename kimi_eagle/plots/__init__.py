@@ -1,0 +1,1 @@
+"""Every figure of the notebooks, one module a subject, one style. Nothing here imports an engine."""
