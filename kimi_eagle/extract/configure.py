@@ -1,0 +1,76 @@
+"""Engine configurations: what vLLM is asked for, per target, role and machine, in one place."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kimi_eagle.errors import BadInput
+from kimi_eagle.extract.engine import EngineConfig
+from kimi_eagle.target import Target
+
+# Two cores without bf16 instructions: float32, no thread pinning (several engines share the cores), a small cache.
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+COMMON_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+def on_cpu() -> bool:
+    """True where the installed vLLM is a CPU build."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return name == "vllm-cpu" or "+cpu" in version(name)
+        except PackageNotFoundError:
+            continue
+    return True
+
+
+def engine_config(
+    target: Target,
+    role: str,
+    *,
+    dtype: str = "float32",
+    tensor_parallel: int = 1,
+    max_model_len: int = 2048,
+    max_batched_tokens: int = 2048,
+    max_sequences: int = 64,
+    port: int = 0,
+    gpu_memory: float = 0.85,
+    **llm: Any,
+) -> EngineConfig:
+    """The configuration of an engine for `target`; `llm` adds or replaces keyword arguments of vllm.LLM.
+
+    Raises BadInput where the target's heads do not divide by the tensor-parallel size.
+    """
+    if target.num_attention_heads % tensor_parallel or (
+        not target.is_mla and max(target.num_key_value_heads, tensor_parallel) % min(target.num_key_value_heads, tensor_parallel)
+    ):
+        raise BadInput(
+            f"tensor parallel size {tensor_parallel}: the {target.num_attention_heads} heads "
+            f"({target.num_key_value_heads} key-value heads) of {target.name} do not divide by it; choose a divisor."
+        )
+    limit = target.text_config.get("max_position_embeddings") or max_model_len
+    arguments: dict[str, Any] = {
+        "dtype": dtype,
+        "tensor_parallel_size": tensor_parallel,
+        "max_model_len": min(max_model_len, limit),
+        "max_num_batched_tokens": max_batched_tokens,
+        "max_num_seqs": max_sequences,
+        "trust_remote_code": True,
+        "disable_log_stats": False,
+        # A cached prefix has no hidden states and no prompt log-probs: the rows would be missing.
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    if target.is_wrapper:
+        arguments["limit_mm_per_prompt"] = {"vision_chunk": 0}  # text only: the vision tower is not loaded
+    env = dict(COMMON_ENV)
+    if on_cpu():
+        arguments["enforce_eager"] = True
+        env |= CPU_ENV | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // tensor_parallel))}
+        if target.is_mla:
+            arguments["block_size"] = 16  # the only one that vLLM's CPU MLA back end takes
+    else:
+        arguments["gpu_memory_utilization"] = gpu_memory
+    if Path(target.path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return EngineConfig(role, str(target.path), {**arguments, **llm}, env, port)
