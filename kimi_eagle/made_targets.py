@@ -5,7 +5,6 @@ Each is made once into the cache folder, under a temporary name that is renamed 
 
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,17 +22,16 @@ def make(name: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     try:
-        makers[name](partial)
-        os.chmod(partial, 0o755)  # mkdtemp's folders are private
+        makers[name](scratch / name)
         try:
-            partial.rename(folder)
+            (scratch / name).rename(folder)
         except OSError:  # another process was first: its copy is as good
             if not (folder / "config.json").is_file():
                 raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 

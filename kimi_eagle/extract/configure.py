@@ -67,6 +67,9 @@ def engine_config(
     if on_cpu():
         arguments["enforce_eager"] = True
         env |= CPU_ENV | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // tensor_parallel))}
+        if role == "plain":
+            # A seeded request whose prompt is cut in two asks the CPU's generator for an offset, which it does not have.
+            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_batched_tokens, max_model_len)}
         if target.is_mla:
             arguments["block_size"] = 16  # the only one that vLLM's CPU MLA back end takes
     else:

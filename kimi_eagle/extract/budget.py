@@ -1,0 +1,31 @@
+"""What an extraction costs, before anything is loaded: bytes per token, space, time. No vLLM, no torch."""
+
+import shutil
+from pathlib import Path
+
+from kimi_eagle.errors import BadInput
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SPARE = 1.05  # shard headers, index, and one shard written before the one it replaces is dropped
+
+
+def bytes_per_token(states: int, hidden_size: int, dtype: str) -> int:
+    """Bytes of one token's states: states x H x bytes per value, plus token id (int32) and mask (bool).
+
+    Kimi-K2.5, three auxiliary states and the final one in bfloat16: 4 x 7168 x 2 = 57,344 (+ 5).
+    """
+    if dtype not in BYTES:
+        raise BadInput(f"dtype {dtype!r}: use one of {', '.join(BYTES)}.")
+    return states * hidden_size * BYTES[dtype] + 5
+
+
+def check_space(folder: Path, tokens: int, states: int, hidden_size: int, dtype: str) -> int:
+    """Bytes that `tokens` more tokens will take in `folder`; BadInput where its disk has less."""
+    needed = int(tokens * bytes_per_token(states, hidden_size, dtype) * SPARE)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise BadInput(
+            f"extraction needs {needed / 1e9:.1f} GB for {tokens:,} tokens and {folder.name}'s disk has {free / 1e9:.1f} GB free; "
+            "free some, choose another outputs folder, or lower max_prompts or answer_tokens."
+        )
+    return needed
