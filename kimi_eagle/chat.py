@@ -5,6 +5,7 @@ exactly: True where the token is the target's own.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -90,9 +91,22 @@ def render(target: Target, rows: Iterable[dict[str, str]], held_out_fraction: fl
     return prompts
 
 
+def write_prompts(prompts: list[Prompt], file: Path) -> None:
+    """The rendered prompts with their split, one JSON object a line."""
+    write_atomically(file, "".join(json.dumps(asdict(p)) + "\n" for p in prompts).encode())
+
+
+def load_prompts(file: Path, split: str | None = None) -> list[Prompt]:
+    """Prompts written by `write_prompts`, all or those of one split."""
+    prompts = [Prompt(**json.loads(line)) for line in file.read_text().splitlines()]
+    return [p for p in prompts if split in (None, p.split)]
+
+
 def render_chat(target: Target, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer begins."""
-    rendered = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    rendered = target.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True
+    )
     return [int(i) for i in rendered["input_ids"]]
 
 
@@ -149,7 +163,7 @@ def read_answers(file: Path) -> list[Answer]:
 
 def distinct_bigram_ratio(token_ids: list[int]) -> float:
     """Distinct bigrams over bigrams: near 1 for text, near 0 for a loop (a loop inflates the acceptance length)."""
-    pairs = list(zip(token_ids, token_ids[1:], strict=False))
+    pairs = list(itertools.pairwise(token_ids))
     return len(set(pairs)) / len(pairs) if pairs else 1.0
 
 

@@ -115,7 +115,7 @@ CONFIG = {
 }
 
 # The tokenizer stops at [EOS] and the generation configuration at <|im_end|>: the disagreement is Kimi's own.
-GENERATION = {"bos_token_id": RANKS, "eos_token_id": RANKS + 2, "max_length": 4096, "pad_token_id": RANKS + 255}
+GENERATION = {"bos_token_id": RANKS, "eos_token_id": RANKS + 2, "pad_token_id": RANKS + 255}
 
 TOKENIZER = {
     "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
@@ -179,19 +179,19 @@ def make(folder: str | os.PathLike, seed: int = 0) -> Path:
 
 def text_model(folder: str | os.PathLike):
     """The text model in Hugging Face's own class (DeepseekV3ForCausalLM, float32, eval), to compare engines with."""
-    from safetensors.torch import load_file
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from safetensors.torch import load_file, save_file
+    from transformers import DeepseekV3ForCausalLM
 
     folder = Path(folder)
     text = json.loads((folder / "config.json").read_text())["text_config"]
-    tensors = load_file(folder / "model.safetensors")
     with tempfile.TemporaryDirectory() as plain:
-        from safetensors.torch import save_file
-
+        # A plain folder without the prefix, so that transformers fuses the experts as its version does.
+        tensors = load_file(folder / "model.safetensors")
         stripped = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}
         save_file(stripped, Path(plain) / "model.safetensors", metadata={"format": "pt"})
-        config = DeepseekV3Config(**{**text, "model_type": "deepseek_v3"})
-        return DeepseekV3ForCausalLM.from_pretrained(plain, config=config).float().eval()
+        (Path(plain) / "config.json").write_text(json.dumps({**text, "model_type": "deepseek_v3"}))
+        shutil.copyfile(folder / "generation_config.json", Path(plain) / "generation_config.json")
+        return DeepseekV3ForCausalLM.from_pretrained(plain).float().eval()
 
 
 def _kept(folder: Path, manifest: dict) -> Path:
@@ -200,7 +200,9 @@ def _kept(folder: Path, manifest: dict) -> Path:
     except (OSError, ValueError):
         found = None
     if found != manifest:
-        raise BadInput(f"{folder} is not the tiny Kimi checkpoint of seed {manifest['seed']}: remove it or name another.")
+        raise BadInput(
+            f"{folder} is not the tiny Kimi checkpoint of seed {manifest['seed']}: remove it or name another."
+        )
     return folder
 
 
@@ -218,7 +220,9 @@ def _write_weights(folder: Path, seed: int) -> None:
                 if name.endswith("mlp.gate.weight"):
                     parameter.normal_(0.0, 0.5)  # routing that differs from token to token
                 elif name == "lm_head.weight":
-                    parameter.normal_(0.0, 0.15)  # log-probs as peaked as a trained model's, so greedy text has few ties
+                    parameter.normal_(
+                        0.0, 0.15
+                    )  # log-probs as peaked as a trained model's, so greedy text has few ties
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.uniform_(0.0, 0.1)

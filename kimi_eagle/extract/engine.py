@@ -25,6 +25,7 @@ from typing import Any
 
 from kimi_eagle import paths
 from kimi_eagle.errors import BadInput, StageFailed
+from kimi_eagle.extract.processes import alive, birth, read_json, signal_group
 
 # Which offset from `engine_port` an engine of each role listens on, where ports are used at all.
 ROLES = ("plain", "extract", "profile", "speculative")
@@ -76,7 +77,9 @@ class Engine:
                 try:
                     kind, value = connection.recv()
                 except EOFError:
-                    raise StageFailed(f"engine {self.key} ended during {method}; its last lines:\n{log_tail(self.folder)}") from None
+                    raise StageFailed(
+                        f"engine {self.key} ended during {method}; its last lines:\n{log_tail(self.folder)}"
+                    ) from None
                 if kind == "progress":
                     if self.progress:
                         self.progress(*value)
@@ -156,9 +159,13 @@ def connect(folder: Path) -> Connection:
     """A connection to the engine of this folder (its key file keeps other users out)."""
     address = json.loads((folder / "address.json").read_text())
     try:
-        return Client(tuple(address) if isinstance(address, list) else address, authkey=(folder / "authkey").read_bytes())
+        return Client(
+            tuple(address) if isinstance(address, list) else address, authkey=(folder / "authkey").read_bytes()
+        )
     except OSError as error:
-        raise StageFailed(f"engine {folder.name} does not answer ({error}); end it with: kimi-eagle engine down {folder.name}") from None
+        raise StageFailed(
+            f"engine {folder.name} does not answer ({error}); end it with: kimi-eagle engine down {folder.name}"
+        ) from None
 
 
 def running() -> list[Running]:
@@ -166,7 +173,7 @@ def running() -> list[Running]:
     found = []
     for folder in sorted(paths.engines().iterdir()):
         _clear_dead(folder)
-        state, config = _json(folder / "state.json"), _json(folder / "config.json")
+        state, config = read_json(folder / "state.json"), read_json(folder / "config.json")
         if state and config:
             now = time.time()
             found.append(
@@ -188,10 +195,10 @@ def down_all(role: str | None = None) -> list[str]:
 
 def end(folder: Path) -> None:
     """End the engine of a folder: asked first, killed with its whole process group after ten seconds."""
-    state = _json(folder / "state.json")
+    state = read_json(folder / "state.json")
     if state and alive(state["pid"], state["born"]):
         for step, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-            _signal_group(state["pid"], step)
+            signal_group(state["pid"], step)
             deadline = time.time() + patience
             while time.time() < deadline and alive(state["pid"], state["born"]):
                 time.sleep(0.1)
@@ -209,20 +216,6 @@ def owners_alive(folder: Path) -> bool:
     """True while one of the processes that asked for the engine lives."""
     owners = folder / "owners"
     return any(alive(int(p.name), p.read_text()) for p in owners.iterdir()) if owners.is_dir() else False
-
-
-def birth(pid: int) -> str:
-    """A process's start time in clock ticks since boot (proc(5), field 22): with the pid it names one process for ever."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
-
-
-def alive(pid: int, born: str) -> bool:
-    """True where the process of that pid and start time still runs."""
-    return bool(born) and birth(pid) == born
 
 
 def log_tail(folder: Path, lines: int = 15) -> str:
@@ -251,14 +244,14 @@ def write_state(folder: Path, **changes: Any) -> None:
     """Merge `changes` into the engine's state file."""
     path = folder / "state.json"
     partial = folder / f".state.{os.getpid()}"
-    partial.write_text(json.dumps({**(_json(path) or {}), **changes}))
+    partial.write_text(json.dumps({**(read_json(path) or {}), **changes}))
     partial.rename(path)
 
 
 def _wait_ready(folder: Path, say: Callable[[str], None]) -> None:
     begun = told = time.time()
     while True:
-        state = _json(folder / "state.json") or {}
+        state = read_json(folder / "state.json") or {}
         if state.get("status") == "ready":
             if told != begun:
                 say(f"engine {folder.name}: ready after {time.time() - begun:.0f} s")
@@ -280,25 +273,11 @@ def _wait_ready(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _clear_dead(folder: Path) -> None:
-    state = _json(folder / "state.json")
+    state = read_json(folder / "state.json")
     if folder.is_dir() and not (state and alive(state["pid"], state["born"])):
         if state:
-            _signal_group(state["pid"], signal.SIGKILL)
+            signal_group(state["pid"], signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _signal_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)  # the host leads its own session: its workers are in its group
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _vllm_version() -> str:

@@ -20,9 +20,13 @@ def probe(target: Target, facts: Facts) -> Verdict:
     if facts.vllm < (0, 16):
         return Verdict(False, f"vLLM {facts.vllm_text} is older than 0.16, the first version this was tried on")
     if facts.data_parallel > 1 or facts.pipeline_parallel > 1:
-        return Verdict(False, "a hook sees only its own rank's rows under data or pipeline parallelism: run with both at 1")
+        return Verdict(
+            False, "a hook sees only its own rank's rows under data or pipeline parallelism: run with both at 1"
+        )
     if target.is_mla and facts.dtype in ("float16", "half"):
-        return Verdict(False, "DeepSeek-type layers scale both streams in float16, so the states would be scaled: use bfloat16")
+        return Verdict(
+            False, "DeepSeek-type layers scale both streams in float16, so the states would be scaled: use bfloat16"
+        )
     return Verdict(True, f"forward hooks see every layer of vLLM {facts.vllm_text} in eager mode")
 
 
@@ -43,7 +47,11 @@ def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folde
     for request in requests:
         name = str(request["id"])
         # vLLM's internal id is the given one, with a random suffix in newer versions.
-        found = [p for rid, p in written.items() if rid == name or (rid.rsplit("-", 1)[0] == name and len(rid) == len(name) + 9)]
+        found = [
+            p
+            for rid, p in written.items()
+            if rid == name or (rid.rsplit("-", 1)[0] == name and len(rid) == len(name) + 9)
+        ]
         if len(found) != 1:
             raise StageFailed(f"hooks: {len(found)} state files for request {name}; none or two rows fit it.")
         paths[request["id"]] = found[0]
@@ -106,7 +114,9 @@ class _Capture:
         count = len(layers)
         self.handles = [base.embed_tokens.register_forward_pre_hook(self._see_ids)]
         # Not on the base model: its compile decorator calls forward directly, so hooks there never fire.
-        self.handles.append(layers[getattr(base, "start_layer", 0)].register_forward_pre_hook(self._see_positions, with_kwargs=True))
+        self.handles.append(
+            layers[getattr(base, "start_layer", 0)].register_forward_pre_hook(self._see_positions, with_kwargs=True)
+        )
         for k in layer_ids:
             if k < count:
                 self.handles.append(layers[k].register_forward_pre_hook(self._entering(k), with_kwargs=True))
@@ -138,7 +148,9 @@ class _Capture:
 
     def _entering(self, k: int) -> Any:
         def hook(module: Any, args: tuple, kwargs: dict) -> None:
-            self._store(k, [a for a in (*args, *kwargs.values()) if hasattr(a, "is_floating_point") and a.is_floating_point()])
+            self._store(
+                k, [a for a in (*args, *kwargs.values()) if hasattr(a, "is_floating_point") and a.is_floating_point()]
+            )
 
         return hook
 
@@ -169,7 +181,9 @@ class _Capture:
                 states = [torch.cat([x for _, x in sorted(parts[k], key=lambda p: p[0])]) for k in self.layer_ids]
                 path = os.path.join(self.folder, f"{rid}.safetensors")
                 os.makedirs(self.folder, exist_ok=True)
-                save_file({"hidden_states": torch.stack(states, 1), "token_ids": torch.tensor(prompt)}, path + ".partial")
+                save_file(
+                    {"hidden_states": torch.stack(states, 1), "token_ids": torch.tensor(prompt)}, path + ".partial"
+                )
                 os.replace(path + ".partial", path)
                 self.files[rid] = path
 
@@ -208,7 +222,9 @@ def attribute(
         if not fits:
             raise StageFailed(f"hooks: the rows from {offset} of a step fit no scheduled request.")
         if any(prompts.get(f[0], [])[: f[1]] != prompts.get(fits[0][0], [])[: fits[0][1]] for f in fits if f[3]):
-            raise StageFailed(f"hooks: the rows from {offset} fit several requests with different pasts; raise max_batched_tokens.")
+            raise StageFailed(
+                f"hooks: the rows from {offset} fit several requests with different pasts; raise max_batched_tokens."
+            )
         rid, start, count, inside = fits[0]
         if inside:
             spans.append((rid, offset, start, inside))

@@ -41,8 +41,9 @@ class Host:
         prompt_logprobs: bool = False,
         ignore_eos: bool = False,
         states_folder: str = "",
+        concurrency: int = 0,
     ) -> list[dict[str, Any]]:
-        """Answer all requests, in the engine's own batches; results in the order of `requests`.
+        """Answer all requests, at most `concurrency` at once (0: as the engine likes); results in the order of `requests`.
 
         A request is {id, prompt_token_ids, seed?}. A result is {id, token_ids, finish_reason, steps (tokens emitted per engine
         step that emitted any: with a draft, accepted + 1), gaps (top-1 minus top-2 log-prob per token, where logprobs >= 2),
@@ -53,7 +54,8 @@ class Host:
         from vllm.sampling_params import RequestOutputKind
 
         results: dict[str, dict[str, Any]] = {}
-        for request in requests:
+
+        def send(request: dict[str, Any]) -> None:
             name = str(request["id"])
             results[name] = {"id": request["id"], "token_ids": [], "steps": [], "gaps": [], "finish_reason": None}
             params = SamplingParams(
@@ -62,6 +64,11 @@ class Host:
                 output_kind=RequestOutputKind.DELTA, extra_args=_states_path(states_folder, name),
             )  # fmt: skip
             self.core.add_request(name, {"prompt_token_ids": list(request["prompt_token_ids"])}, params)
+
+        waiting = list(reversed(requests))
+        for _ in range(concurrency or len(requests)):
+            if waiting:
+                send(waiting.pop())
         finished, begun, told = 0, time.perf_counter(), 0.0
         while self.core.has_unfinished_requests():
             for output in self.core.step():
@@ -70,19 +77,22 @@ class Host:
                 if output.finished:
                     finished += 1
                     result["seconds"] = time.perf_counter() - begun
+                    if waiting:
+                        send(waiting.pop())
             if time.perf_counter() - told > 1:
                 told = time.perf_counter()
                 report(finished, len(requests))
         report(finished, len(requests))
         if states_folder:
             self._settle([r["hidden_states_path"] for r in results.values() if r.get("hidden_states_path")])
-        return list(results.values())
+        return [results[str(r["id"])] for r in requests]
 
     def _take(self, result: dict[str, Any], output: Any) -> None:
         if output.prompt_logprobs is not None and "prompt_logprobs" not in result:
             ids = output.prompt_token_ids
             result["prompt_logprobs"] = [
-                None if entry is None else entry[token].logprob for token, entry in zip(ids, output.prompt_logprobs, strict=True)
+                None if entry is None else entry[token].logprob
+                for token, entry in zip(ids, output.prompt_logprobs, strict=True)
             ]
         for completion in output.outputs:
             if completion.token_ids:
@@ -161,7 +171,9 @@ def serve(folder: Path) -> None:
     key_file = folder / "authkey"
     key_file.touch(mode=0o600)
     key_file.write_bytes(authkey)
-    address = ("127.0.0.1", engine.port_of(settings["role"], settings["port"])) if settings["port"] else str(folder / "s")
+    address = (
+        ("127.0.0.1", engine.port_of(settings["role"], settings["port"])) if settings["port"] else str(folder / "s")
+    )
     with Listener(address, authkey=authkey) as listener:
         (folder / "address.json").write_text(json.dumps(address))
         state["used"] = time.time()
@@ -169,7 +181,11 @@ def serve(folder: Path) -> None:
         while True:
             try:
                 connection = listener.accept()
-            except (OSError, EOFError, AssertionError) as error:  # a stranger without the key, or a client that went away
+            except (
+                OSError,
+                EOFError,
+                AssertionError,
+            ) as error:  # a stranger without the key, or a client that went away
                 print(f"connection refused: {error}", flush=True)
                 continue
             state["busy"] = True
@@ -189,7 +205,9 @@ def _answer(host: Host, connection: Connection) -> None:
     try:
         method, arguments = connection.recv()
         try:
-            result = getattr(host, method)(lambda done, total: connection.send(("progress", (done, total))), **arguments)
+            result = getattr(host, method)(
+                lambda done, total: connection.send(("progress", (done, total))), **arguments
+            )
         except (BrokenPipeError, ConnectionError):
             raise
         except Exception as error:

@@ -69,7 +69,9 @@ def plan(target: Target, auxiliary_layers: list[int], *, backend: str, dtype: st
     return Plan(target, ids, module.NAME, verdict.reason, dtype)
 
 
-def extract(plan: Plan, engine: Engine, rows: list[Answer], folder: Path, tell: Callable[[int, int], None] | None = None) -> Store:
+def extract(
+    plan: Plan, engine: Engine, rows: list[Answer], folder: Path, tell: Callable[[int, int], None] | None = None
+) -> Store:
     """States of `rows` in the store at `folder` (rows that it holds already are kept); the store, opened for reading.
 
     The engine works on one group of rows while the states of the one before are read and stored. A row without usable
@@ -78,7 +80,9 @@ def extract(plan: Plan, engine: Engine, rows: list[Answer], folder: Path, tell: 
     folder.mkdir(parents=True, exist_ok=True)
     with StoreWriter(folder, plan.manifest(engine)) as writer:
         missing = [r for r in rows if r.sample_id not in writer.done]
-        budget.check_space(folder, sum(len(r.token_ids) for r in missing), len(plan.layer_ids), plan.target.hidden_size, plan.dtype)
+        budget.check_space(
+            folder, sum(len(r.token_ids) for r in missing), len(plan.layer_ids), plan.target.hidden_size, plan.dtype
+        )
         staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder))
         reader = ThreadPoolExecutor(1)
         pending: Future | None = None
@@ -89,7 +93,9 @@ def extract(plan: Plan, engine: Engine, rows: list[Answer], folder: Path, tell: 
                     pending.result()
                 pending = reader.submit(_store, writer, group, paths)
                 if len(writer.rejected) > max(1, REJECT_LIMIT * len(rows)):
-                    raise StageFailed(f"extraction: {len(writer.rejected)} rows have no usable states ({_sample(writer)}).")
+                    raise StageFailed(
+                        f"extraction: {len(writer.rejected)} rows have no usable states ({_sample(writer)})."
+                    )
                 if tell:
                     tell(done, len(missing))
             if pending:
@@ -98,6 +104,33 @@ def extract(plan: Plan, engine: Engine, rows: list[Answer], folder: Path, tell: 
             reader.shutdown()
             shutil.rmtree(staging, ignore_errors=True)
     return Store(folder)
+
+
+def figures(
+    answers: list[Answer], stores: dict[str, Store], found: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures and units of notebook 02: rows, tokens, bytes and the verification's errors."""
+    tree: dict[str, Any] = {"states": {}, "verification": {}}
+    units: dict[str, Any] = {"states": {}, "verification": {}}
+    for split, store in stores.items():
+        kept = [a for a in answers if a.split == split]
+        size = sum(s["bytes"] for s in store.shards)
+        tree["states"][split] = {
+            "rows": len(store), "tokens": store.tokens, "bytes": size, "answer_tokens": sum(len(a.answer_ids) for a in kept),
+        }  # fmt: skip
+        units["states"][split] = {"rows": "rows", "tokens": "tokens", "bytes": "bytes", "answer_tokens": "tokens"}
+    tree["states"]["layer_ids"] = next(iter(stores.values())).layer_ids
+    units["states"]["layer_ids"] = "vLLM layer id"
+    tree["verification"] = {
+        "log_prob_difference": found["reconstruction"]["mean_abs_nats"],
+        "batch_order": found["order"]["max_relative_l2"],
+        "right": found["right"],
+    }
+    units["verification"] = {"log_prob_difference": "nats", "batch_order": "relative L2"}
+    if "hugging_face" in found:
+        tree["verification"]["hugging_face"] = list(found["hugging_face"]["relative_l2"].values())
+        units["verification"]["hugging_face"] = "relative L2 per layer id"
+    return tree, units
 
 
 def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Path) -> dict[str, str]:
@@ -113,7 +146,9 @@ def _store(writer: StoreWriter, group: list[Answer], paths: dict[str, str]) -> N
             writer.reject(row.sample_id, f"no states came out of the engine ({error})")
             continue
         if found["token_ids"].tolist() != row.token_ids:
-            writer.reject(row.sample_id, f"states of {len(found['token_ids'])} other tokens than the row's {len(row.token_ids)}")
+            writer.reject(
+                row.sample_id, f"states of {len(found['token_ids'])} other tokens than the row's {len(row.token_ids)}"
+            )
         else:
             writer.add(row.sample_id, found["token_ids"], torch.tensor(row.loss_mask), found["hidden_states"])
         Path(paths[row.sample_id]).unlink()

@@ -28,13 +28,17 @@ def probe(target: Target, facts: Facts) -> Verdict:
     if not facts.speculators:
         return Verdict(False, "speculators is not installed (the reported stack has 0.3.0: environments/vllm-0.16.yml)")
     if facts.speculators.split("+")[0] != "0.3.0":
-        return Verdict(False, f"speculators {facts.speculators} is not 0.3.0: from 0.5 on it has no generator of its own")
+        return Verdict(
+            False, f"speculators {facts.speculators} is not 0.3.0: from 0.5 on it has no generator of its own"
+        )
     if not (0, 16) <= facts.vllm < (0, 17):
         return Verdict(False, f"its private calls were made to fit vLLM 0.16 only, and this is vLLM {facts.vllm_text}")
     if facts.pipeline_parallel > 1 or facts.data_parallel > 1:
         return Verdict(False, "its worker captures on one pipeline and data-parallel rank only")
     if target.is_mla and facts.dtype in ("float16", "half"):
-        return Verdict(False, "DeepSeek-type layers scale both streams in float16, so the states would be scaled: use bfloat16")
+        return Verdict(
+            False, "DeepSeek-type layers scale both streams in float16, so the states would be scaled: use bfloat16"
+        )
     bad = [r for r in compat.compat_rows() if r["package"] == "speculators" and r["state"] in ("refused", "off")]
     if bad:
         return Verdict(False, f"patch {bad[0]['id']} is {bad[0]['state']}: {bad[0]['reason']}")
@@ -61,9 +65,13 @@ class GeneratorHost:
 
         compat.activate()
         module = importlib.import_module(GENERATOR)
-        unfit = [r for r in compat.check() if r["id"].startswith("spec-") and r["state"] not in ("applied", "not needed")]
+        unfit = [
+            r for r in compat.check() if r["id"].startswith("spec-") and r["state"] not in ("applied", "not needed")
+        ]
         if unfit:
-            raise MissingCapability(f"speculators cannot be used here: {unfit[0]['detail'] or unfit[0]['id'] + ' is off'}")
+            raise MissingCapability(
+                f"speculators cannot be used here: {unfit[0]['detail'] or unfit[0]['id'] + ' is off'}"
+            )
         self.generator = module.VllmHiddenStatesGenerator(
             target,
             max_model_len=max_model_len,
@@ -99,7 +107,9 @@ class GeneratorHost:
         found = self.states([list(r["prompt_token_ids"]) for r in requests], layer_ids)
         for done, (request, states) in enumerate(zip(requests, found, strict=True), 1):
             path = os.path.join(folder, f"{request['id']}.safetensors")
-            save_file({"hidden_states": states, "token_ids": torch.tensor(request["prompt_token_ids"])}, path + ".partial")
+            save_file(
+                {"hidden_states": states, "token_ids": torch.tensor(request["prompt_token_ids"])}, path + ".partial"
+            )
             os.replace(path + ".partial", path)
             paths.append(path)
             report(done, len(requests))

@@ -77,7 +77,17 @@ def order(plan: loop.Plan, store: Store, extractor: engines.Engine, rows: list[A
     worst = 0.0
     for number, group in enumerate([again[:1], *(again[i : i + 3] for i in range(1, len(again), 3))]):
         other = loop.extract(plan, extractor, group, folder / f"again-{number}")
-        worst = max([worst, *(layer_errors(store.row(r.sample_id).hidden_states, other.row(r.sample_id).hidden_states).max().item() for r in group)])
+        worst = max(
+            [
+                worst,
+                *(
+                    layer_errors(store.row(r.sample_id).hidden_states, other.row(r.sample_id).hidden_states)
+                    .max()
+                    .item()
+                    for r in group
+                ),
+            ]
+        )
     return {"max_relative_l2": worst, "rows": len(rows)}
 
 
@@ -145,7 +155,13 @@ def fits_here(target: Target) -> bool:
 
 
 def verify(
-    plan: loop.Plan, store: Store, plain: engines.Engine, extractor: engines.Engine, rows: list[Answer], folder: Path, count: int = 8
+    plan: loop.Plan,
+    store: Store,
+    plain: engines.Engine,
+    extractor: engines.Engine,
+    rows: list[Answer],
+    folder: Path,
+    count: int = 8,
 ) -> dict[str, Any]:
     """All checks on `count` rows of the store, spread over it; {reconstruction, order, hugging_face, bars, right}.
 
@@ -158,7 +174,10 @@ def verify(
         "reconstruction": reconstruction(plan.target, store, plain, names),
         "order": order(plan, store, extractor, sample, folder),
     }
-    right = found["reconstruction"]["mean_abs_nats"] < bars.reconstruction and found["order"]["max_relative_l2"] < bars.order
+    right = (
+        found["reconstruction"]["mean_abs_nats"] < bars.reconstruction
+        and found["order"]["max_relative_l2"] < bars.order
+    )
     if fits_here(plan.target):
         found["hugging_face"] = hugging_face(plan.target, store, names)
         right = right and max(found["hugging_face"]["relative_l2"].values()) < bars.hugging_face

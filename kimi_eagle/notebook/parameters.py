@@ -20,7 +20,18 @@ from kimi_eagle.errors import BadInput
 
 Value = bool | int | float | str | list
 SCALARS = (bool, int, float, str)
-SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "credential", "credentials", "token", "apikey", "auth", "key"}
+SECRET_WORDS = {
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "credential",
+    "credentials",
+    "token",
+    "apikey",
+    "auth",
+    "key",
+}
 # Shapes of well-known access tokens; the value is never repeated in the message.
 SECRET_VALUES = re.compile(r"^(hf_|sk-|ghp_|github_pat_|glpat-|xox[bp]-|AKIA)[A-Za-z0-9_-]{12,}$")
 RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -60,7 +71,9 @@ def declared(notebook: str | Path) -> dict[str, Parameter]:
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     except FileNotFoundError:
-        raise BadInput(f"notebook {path.stem}: not found; the notebooks are {', '.join(stages()) or 'missing'}.") from None
+        raise BadInput(
+            f"notebook {path.stem}: not found; the notebooks are {', '.join(stages()) or 'missing'}."
+        ) from None
     except (ValueError, KeyError):
         raise BadInput(f"notebook {path.stem}: not a notebook file; restore it from the repository.") from None
     tagged = ["".join(c["source"]) for c in cells if "parameters" in c.get("metadata", {}).get("tags", [])]
@@ -104,7 +117,9 @@ def load(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        raise BadInput(f"{path.name}: {line}{getattr(error, 'problem', None) or 'not YAML'}; write one `name: value` a line.") from None
+        raise BadInput(
+            f"{path.name}: {line}{getattr(error, 'problem', None) or 'not YAML'}; write one `name: value` a line."
+        ) from None
     if not isinstance(values, dict) or not values:
         raise BadInput(f"{path.name}: holds {_kind(values)} where `name: value` lines are expected.")
     return values
@@ -139,7 +154,9 @@ def _check(name: Any, value: Any, known: dict[str, Parameter], where: str) -> Va
     if not isinstance(name, str):
         raise BadInput(f"{where}: the key {name!r} is not a text; keys are parameter names (see `kimi-eagle params`).")
     if looks_secret(name) or (isinstance(value, str) and SECRET_VALUES.match(value)):
-        raise BadInput(f"{where}: {name} looks like a secret; results keep every parameter, so pass secrets by the environment.")
+        raise BadInput(
+            f"{where}: {name} looks like a secret; results keep every parameter, so pass secrets by the environment."
+        )
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "`kimi-eagle params` lists those there are."
@@ -155,11 +172,13 @@ def _fit(value: Any, default: Value, label: str) -> Value:
     if isinstance(default, list) and isinstance(value, list):
         # An empty default says nothing of its items; what can be said is that they are scalars of one type.
         example = default[0] if default else next((v for v in value if v is not None), None)
-        if example is None and value or isinstance(example, dict | list):
+        if (example is None and value) or isinstance(example, dict | list):
             raise BadInput(f"{label} must be a flat list; give items such as [1, 2].")
         return [_fit(item, example, f"{label}[{i}]") for i, item in enumerate(value)]
     if type(value) is not type(default):
-        raise BadInput(f"{label} is {_kind(value)} {value!r} but must be {_kind(default)} such as {default!r}{_hint(value, default)}.")
+        raise BadInput(
+            f"{label} is {_kind(value)} {value!r} but must be {_kind(default)} such as {default!r}{_hint(value, default)}."
+        )
     if isinstance(value, float) and value - value != 0:
         raise BadInput(f"{label} is {value}; give a finite number.")
     return value
@@ -182,7 +201,14 @@ def _hint(value: Any, default: Value) -> str:
 
 
 def _kind(value: Any) -> str:
-    words = {bool: "true/false", int: "an integer", float: "a number", str: "the text", list: "a list", dict: "a mapping"}
+    words = {
+        bool: "true/false",
+        int: "an integer",
+        float: "a number",
+        str: "the text",
+        list: "a list",
+        dict: "a mapping",
+    }
     return "nothing" if value is None else words.get(type(value), f"a {type(value).__name__}")
 
 
@@ -220,6 +246,8 @@ class _UniqueKeys(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} is written twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} is written twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)

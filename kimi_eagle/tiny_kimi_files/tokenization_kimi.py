@@ -1,6 +1,8 @@
 """The tokenizer of the tiny Kimi checkpoint: like the real one a slow class that only `trust_remote_code` can load.
 
-`tiktoken.model` holds one byte sequence (base64) and its rank a line. The 256 special ids follow the last rank, in the order
+`tiktoken.model` holds one byte sequence (base64) and its rank a line, after one comment line. That line is there because
+transformers 5 knows the model type `kimi_k25` and, without `trust_remote_code`, converts a tiktoken file by itself to a fast
+tokenizer in which every special id has moved; here it fails instead, with the comment in its message. The 256 special ids follow the last rank, in the order
 of the real Kimi-K2.5 vocabulary: [BOS] is the first, [PAD] the last. This file is copied into the checkpoint and imports
 nothing from kimi_eagle.
 """
@@ -39,9 +41,7 @@ NAMED = {
     255: "[PAD]",
 }
 # Han characters together; words with their leading space and an English suffix; numbers in threes; signs; line ends; blanks.
-PATTERN = (
-    r"\p{Han}+| ?[\p{L}\p{M}]+(?:'[a-z]{1,2})?|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PATTERN = r"\p{Han}+| ?[\p{L}\p{M}]+(?:'[a-z]{1,2})?|\p{N}{1,3}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _printable_bytes():
@@ -59,7 +59,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
 
     def __init__(self, vocab_file, **kwargs):
         with open(vocab_file, encoding="ascii") as file:
-            rows = [line.split() for line in file if line.strip()]
+            rows = [line.split() for line in file if line.strip() and not line.startswith("#")]
         ranks = {base64.b64decode(word): int(rank) for word, rank in rows}
         first = len(ranks)
         special = {NAMED.get(i, f"<|reserved_token_{first + i}|>"): first + i for i in range(SPECIAL_IDS)}

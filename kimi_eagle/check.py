@@ -1,0 +1,45 @@
+"""`kimi-eagle check PATH`: see what PATH is, and hold it against what its readers expect."""
+
+import json
+from pathlib import Path
+
+from kimi_eagle.errors import BadInput
+
+
+def check(path: Path, target: str = "", reader: str = "vllm") -> tuple[str, list[str]]:
+    """(what `path` is, its faults as sentences). A store has manifest.json, a run result.json, a head config.json.
+
+    target: name of the target to hold a head against, "" for none; reader: "vllm" or "sglang", of a head.
+    """
+    if (path / "manifest.json").is_file():
+        from kimi_eagle.hidden_store import Store
+
+        return "hidden-state store", Store(path).check()
+    if (path / "result.json").is_file():
+        return "run", _run_faults(path)
+    if (path / "config.json").is_file():
+        from kimi_eagle.eagle3.contract import check_head
+        from kimi_eagle.target import describe
+
+        if reader not in ("vllm", "sglang"):
+            raise BadInput(f"reader {reader!r}: use vllm or sglang.")
+        return "head", check_head(path, describe(target) if target else None, reader)
+    raise BadInput(
+        f"{path.name}: neither a hidden-state store, nor a head, nor a run (no manifest.json, config.json or result.json in it)."
+    )
+
+
+def _run_faults(folder: Path) -> list[str]:
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    if "stage" in result:
+        results = {result["stage"]: result}
+        states = {result["stage"]: result["status"]}
+        root = folder.parent
+    else:
+        states, root = result["stages"], folder
+        results = {stage: {"artifacts": result["artifacts"].get(stage, {})} for stage in states}
+    faults = [f"{stage} is {state}." for stage, state in states.items() if state != "done"]
+    for stage, entry in results.items():
+        gone = [name for name, place in entry["artifacts"].items() if not (root / place).exists()]
+        faults += [f"{stage}: its artifact {name} is gone." for name in gone]
+    return faults

@@ -1,0 +1,126 @@
+"""`kimi-eagle estimate`: what a run will take, from its parameters and the target's configuration alone, in a second.
+
+Nothing here imports vLLM, torch or transformers, makes a target, or asks a network.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kimi_eagle import paths
+from kimi_eagle.errors import BadInput
+from kimi_eagle.extract.budget import bytes_per_token
+from kimi_eagle.speedup.sizes import KIMI_K2, draft_sizes
+from kimi_eagle.target import text_config
+from kimi_eagle.tiny_kimi import TEXT as TINY_KIMI
+
+# SmolLM2-135M's configuration, so that an estimate does not have to make the checkpoint first.
+SMOLLM2 = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+}
+CHARACTERS_PER_TOKEN = (
+    3.5  # English prompts in chat format, on the low side: the estimate should not be under what is needed
+)
+TEMPLATE_TOKENS = 40  # what a chat template adds to a prompt
+
+
+def estimate(values: dict[str, Any]) -> dict[str, Any]:
+    """Figures of a run with the parameters `values` (all notebooks', defaults included).
+
+    {bytes_per_token, prompts, tokens, states_gb, disk_free_gb, fits, tokens_that_fit, head_parameters, head_gb, minutes}:
+    tokens and sizes are upper bounds (every answer as long as allowed); minutes are the declared ones of notebooks 00 to 05.
+    """
+    config = configuration(values["target"])
+    states = len(values["auxiliary_layers"] or (0, 0, 0)) + 1
+    each = bytes_per_token(states, config["hidden_size"], values["dtype"])
+    lengths = prompt_lengths(values["prompts"], values["max_prompts"])
+    samples = values.get("samples_per_prompt", 1)
+    tokens = samples * sum(n + values["answer_tokens"] for n in lengths)
+    free = free_bytes()
+    head = draft_sizes(
+        config,
+        attention=values["head_attention"],
+        draft_vocab=values["draft_vocab_size"],
+        aux_states=states - 1,
+        weight_bytes=1,
+    )
+    return {
+        "bytes_per_token": each,
+        "prompts": len(lengths),
+        "tokens": tokens,
+        "states_gb": tokens * each / 1e9,
+        "disk_free_gb": free / 1e9,
+        "fits": tokens * each < free,
+        "tokens_that_fit": free // each,
+        "head_parameters": int(head.dense_bytes),
+        "head_gb": head.dense_bytes * (4 if values["dtype"] == "float32" else 2) / 1e9,
+        "minutes": values["expected_minutes"],
+    }
+
+
+def text(figures: dict[str, Any]) -> str:
+    """The estimate as lines of a terminal."""
+    fits = (
+        "fits"
+        if figures["fits"]
+        else "DOES NOT FIT: choose another outputs folder, or lower max_prompts or answer_tokens"
+    )
+    return "\n".join(
+        [
+            f"states    {figures['bytes_per_token']:,} bytes per token, {figures['prompts']:,} prompts, at most {figures['tokens']:,} tokens",
+            f"disk      {figures['states_gb']:.2f} GB of states, {figures['disk_free_gb']:.1f} GB free ({figures['tokens_that_fit']:,} tokens): {fits}",
+            f"head      {figures['head_parameters'] / 1e6:.1f} million parameters of its own, {figures['head_gb']:.2f} GB",
+            f"time      {', '.join(f'{i:02} {m:g}' for i, m in enumerate(figures['minutes']))} minutes as declared, {sum(figures['minutes']):g} in all",
+        ]
+    )
+
+
+def configuration(name: str) -> dict[str, Any]:
+    """The text configuration of a target from what is at hand; BadInput where nothing on this machine says."""
+    if name == "smollm2":
+        return SMOLLM2
+    if name == "tiny-kimi":
+        return TINY_KIMI
+    file = paths.resolve(name) / "config.json"
+    if not file.is_file():
+        file = _hub_cache(name)
+    if file:
+        return text_config(json.loads(file.read_text(encoding="utf-8")))
+    if "kimi-k2" in name.lower():
+        return KIMI_K2
+    raise BadInput(
+        f"target {name!r}: no configuration of it on this machine; give a checkpoint folder, or fetch it first."
+    )
+
+
+def prompt_lengths(file: str, limit: int) -> list[int]:
+    """Estimated tokens of each prompt in a .jsonl file (the first `limit`, 0 for all), from its characters."""
+    path = paths.resolve(file)
+    if not path.is_file():
+        raise BadInput(f"prompts {file!r}: no such file; give a .jsonl file, relative to the repository or absolute.")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [TEMPLATE_TOKENS + int(len(line) / CHARACTERS_PER_TOKEN) for line in lines[: limit or None]]
+
+
+def free_bytes() -> int:
+    """Free bytes where outputs/ is, or will be."""
+    place = paths.outputs().absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _hub_cache(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # not a Hub name
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,269 @@
+"""The loop: one process, or several under torchrun that add their gradients; every step can be the last before a kill."""
+
+import math
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kimi_eagle import vocab_map
+from kimi_eagle.acceptance.simulate import greedy_tokens, simulate
+from kimi_eagle.acceptance.statistics import summarize
+from kimi_eagle.eagle3 import checkpoint
+from kimi_eagle.eagle3.config import for_target
+from kimi_eagle.eagle3.loss import TargetOutput
+from kimi_eagle.errors import BadInput, MissingCapability
+from kimi_eagle.hidden_store import Store
+from kimi_eagle.target import describe
+from kimi_eagle.training import rows, run_state
+from kimi_eagle.training.initial import initial_head
+from kimi_eagle.training.optimizer import learning_rate_factor, make_optimizer
+from kimi_eagle.training.row_loss import row_loss, trained_positions
+from kimi_eagle.training.settings import TrainConfig, TrainResult
+
+
+def device_of(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`; MissingCapability where there is no CUDA device."""
+    if name != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if name == "cuda":
+        raise MissingCapability("training: device 'cuda' is asked for, but torch sees no CUDA device here; use 'cpu'.")
+    return torch.device("cpu")
+
+
+class Trainer:
+    """One process of a run. `world` processes take turns over the rows and sum their gradients, so that a step of
+    `batch_rows` rows on each equals a step of `world * batch_rows` rows on one."""
+
+    def __init__(self, config: TrainConfig, rank: int = 0, world: int = 1) -> None:
+        self.config, self.rank, self.world = config, rank, world
+        torch.manual_seed(config.seed)
+        self.device = device_of(config.device)
+        self.low_precision = self.device.type == "cuda"  # bf16 products over float32 master weights
+        target = describe(config.target)
+        self.store, self.held_out = Store(config.train_store), Store(config.held_out_store)
+        layer_ids = rows.check_stores(self.store, self.held_out, target)
+        self.map = self._load_map(target)
+        self.target = target
+        size = len(self.map.d2t) if self.map else target.vocab_size
+        flags = {k: getattr(config, k) for k in ("norm_before_residual", "fc_norm", "norm_output")}
+        shape = for_target(target, config.head_attention, size, layer_ids, **flags)
+        self.head = initial_head(shape, target, self.map.d2t if self.map else None, config.initial, config.seed)
+        self.head.lm_head.weight.requires_grad_(config.train_lm_head)
+        self.head.to(self.device)
+        dtype = torch.bfloat16 if self.low_precision else torch.float32
+        self.head.embedding = self.head.embedding.to(dtype)
+        self.output = TargetOutput.of(target, self.head.target_ids, self.device, dtype)
+        self.optimizer = make_optimizer(self.head, config)
+        plans = [rows.plan(self.store, config.row_tokens, config.seed, epoch) for epoch in range(config.epochs)]
+        size = config.batch_rows * world
+        self.batches = [
+            (epoch, plan[i : i + size]) for epoch, plan in enumerate(plans) for i in range(0, len(plan), size)
+        ]
+        self.folder = Path(config.folder)
+        self.digest = f"{config.digest()}/{world}/{self._data_digest()}"
+        self.step, self.trained, self.seconds, self.best = 0, 0, 0.0, {"acceptance_length": 0.0, "step": 0}
+        count = config.evaluations or config.epochs
+        self.evaluate_at = {round(len(self.batches) * (i + 1) / count) for i in range(count)}
+        self.held_out_ids = self.held_out.sample_ids[: config.evaluation_samples]
+        self.greedy: dict[str, Tensor] | None = None
+
+    def _load_map(self, target: Any) -> vocab_map.VocabMap | None:
+        if self.config.vocab_map is None:
+            return None
+        counted = vocab_map.count_tokens(self.store, target.vocab_size)
+        return vocab_map.load(
+            Path(self.config.vocab_map),
+            vocab_size=target.vocab_size,
+            tokenizer_sha256=target.tokenizer_sha256,
+            data_sha256=counted.data_sha256,
+        )
+
+    def _data_digest(self) -> str:
+        ids = vocab_map.count_tokens(self.store, self.head.config.vocab_size).data_sha256
+        return ids + (f"/{self.map.identity['data_sha256']}/{len(self.map.d2t)}" if self.map else "")
+
+    def run(self) -> TrainResult:
+        """Train to the end (from the newest state where there is one) and return the result."""
+        state = run_state.newest(self.folder / "state", self.digest)
+        if state:
+            self._restore(state)
+        self.metrics = run_state.Metrics(self.folder / "metrics.jsonl", self.step) if self.rank == 0 else None
+        board = self._board()
+        saved = begun = time.monotonic()
+        before = self.seconds
+        bar = tqdm(
+            total=len(self.batches), initial=self.step, desc="train", unit="step", mininterval=5, disable=self.rank > 0
+        )
+        while self.step < len(self.batches):
+            figures = self._step(*self.batches[self.step])
+            self.step += 1
+            self.seconds = before + time.monotonic() - begun
+            bar.set_postfix_str(f"loss {figures['loss']:.3f}, {figures['tokens_per_second']:.0f} tok/s", refresh=False)
+            bar.update()
+            if self.rank:
+                continue
+            self._log(board, figures)
+            if self.step in self.evaluate_at:
+                self._select(board)
+            if self.step == len(self.batches) or time.monotonic() - saved > self.config.checkpoint_seconds:
+                self.seconds = before + time.monotonic() - begun
+                self._save()
+                saved = time.monotonic()
+        bar.close()
+        if self.rank == 0:
+            board.close()
+            self.metrics.close()
+        return self._result(resumed=state is not None)
+
+    def _step(self, epoch: int, planned: list[list[rows.Piece]]) -> dict[str, Any]:
+        config, begun = self.config, time.monotonic()
+        mine = [
+            rows.load(self.store, pieces, self.device, torch.float32) for pieces in planned[self.rank :: self.world]
+        ]
+        masks = [trained_positions(row, config.ttt_steps) for row in mine]
+        trained = torch.tensor(
+            [sum(int(m[j].sum()) for m in masks) for j in range(config.ttt_steps)], dtype=torch.float64
+        )
+        trained = self._summed(trained)
+        weights = [config.step_decay**j for j in range(config.ttt_steps)]
+        scales = [w / max(1.0, float(n)) / sum(weights) for w, n in zip(weights, trained, strict=True)]
+        matched, losses = (
+            torch.zeros(config.ttt_steps, dtype=torch.float64),
+            torch.zeros(config.ttt_steps, dtype=torch.float64),
+        )
+        self.head.train()
+        for row in mine:
+            with torch.autocast("cuda", torch.bfloat16) if self.low_precision else nullcontext():
+                value, counts = row_loss(self.head, self.output, row, config.ttt_steps, config.loss, scales)
+            if value.requires_grad:
+                value.backward()
+            matched += torch.stack(counts.matched).cpu()
+            losses += torch.stack(counts.loss).cpu()
+        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        self._sum_gradients(parameters)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.clip))
+        factor = learning_rate_factor(self.step, len(self.batches), config.warmup_fraction, config.final_fraction)
+        if math.isfinite(norm):  # a step whose gradient is not finite is skipped, and the log says so
+            for group in self.optimizer.param_groups:
+                group["lr"] = config.learning_rate * factor
+            self.optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+        matched, losses = self._summed(matched), self._summed(losses)
+        self.trained += int(trained[0])
+        tokens, seconds = sum(p.end - p.begin for pieces in planned for p in pieces), time.monotonic() - begun
+        return {
+            "epoch": epoch,
+            "loss": float(sum(s * v for s, v in zip(scales, losses, strict=True))),
+            "learning_rate": config.learning_rate * factor,
+            "gradient_norm": norm,
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "steps": [
+                {"trained": int(n), "matched": int(m), "loss_sum": float(v)}
+                for n, m, v in zip(trained, matched, losses, strict=True)
+            ],
+        }
+
+    def _summed(self, values: Tensor) -> Tensor:
+        if self.world > 1:
+            values = values.to(self.device)
+            torch.distributed.all_reduce(values)
+        return values.cpu()
+
+    def _sum_gradients(self, parameters: list[Tensor]) -> None:
+        if self.world == 1:
+            return
+        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+        torch.distributed.all_reduce(flat)
+        for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Simulated greedy acceptance on the held-out samples, every position of the answers (see acceptance.simulate)."""
+        self.head.eval()
+        if self.greedy is None:
+            self.greedy = greedy_tokens(self.held_out, self.output, self.held_out_ids)
+        counted = simulate(
+            self.held_out,
+            self.head,
+            self.output,
+            self.config.ttt_steps,
+            greedy=self.greedy,
+            sample_ids=self.held_out_ids,
+        )
+        return summarize(counted, seed=self.config.seed)
+
+    def _select(self, board: Any) -> None:
+        found = self.evaluate()
+        self.metrics.add(step=self.step, evaluation=found)
+        board.add_scalar("held_out/acceptance_length", found["acceptance_length"], self.step)
+        if found["acceptance_length"] > self.best["acceptance_length"]:
+            self.best = {**found, "step": self.step}
+            note = {
+                "step": self.step,
+                "simulated_acceptance_length": found["acceptance_length"],
+                "loss": self.config.loss,
+            }
+            dtype = "bfloat16" if self.low_precision else "float32"
+            checkpoint.export(self.head, self.folder / "head", self.target, dtype=dtype, note=note)
+
+    def _log(self, board: Any, figures: dict[str, Any]) -> None:
+        self.metrics.add(step=self.step, **figures)
+        for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
+            board.add_scalar(f"train/{name}", figures[name], self.step)
+        for j, counted in enumerate(figures["steps"]):
+            board.add_scalar(f"train/accuracy_step_{j}", counted["matched"] / max(1, counted["trained"]), self.step)
+
+    def _board(self) -> Any:
+        if self.rank:
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self.folder / "tensorboard", purge_step=self.step + 1)
+
+    def _save(self) -> None:
+        self.metrics.sync()
+        state = {
+            "digest": self.digest,
+            "step": self.step,
+            "trained": self.trained,
+            "seconds": self.seconds,
+            "best": self.best,
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        run_state.save(self.folder / "state", state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        self.step, self.trained = state["step"], state["trained"]
+        self.seconds, self.best = state["seconds"], state["best"]
+
+    def _result(self, resumed: bool) -> TrainResult:
+        if self.rank == 0 and not self.best["step"]:
+            raise BadInput("training: no evaluation was made, so no head was selected; give at least one evaluation.")
+        return TrainResult(
+            head=self.folder / "head",
+            metrics=self.folder / "metrics.jsonl",
+            acceptance_length=self.best["acceptance_length"],
+            interval=self.best.get("interval", [0.0, 0.0]),
+            per_position=self.best.get("per_position", []),
+            best_step=self.best["step"],
+            steps=self.step,
+            trained_tokens=self.trained,
+            seconds=self.seconds,
+            parameters=sum(p.numel() for p in self.head.parameters()),
+            trainable_parameters=sum(p.numel() for p in self.head.parameters() if p.requires_grad),
+            resumed=resumed,
+        )

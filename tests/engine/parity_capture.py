@@ -1,0 +1,61 @@
+"""Run vLLM with a head and save what its drafter saw and computed: `python parity_capture.py TARGET HEAD STEPS OUT`.
+
+A process of its own, since an engine cannot share one with the tests. Per drafting call: positions and auxiliary states of the
+target's tokens, the index that is drafted from, the next token, and the logits of every draft step.
+"""
+
+import sys
+
+import torch
+
+
+def main(target: str, head: str, steps: int, out: str) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    # vLLM's CPU rotary kernel is wrong for the three-dimensional inputs of MLA; the plain implementation is the reference
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+    llm = LLM(
+        model=target,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        enable_prefix_caching=False,
+        speculative_config={"method": "eagle3", "model": head, "num_speculative_tokens": steps},
+    )
+    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    calls, logits = [], []
+    propose, compute = drafter.propose, drafter.model.compute_logits
+
+    def recorded_propose(*args, **kwargs):
+        logits.clear()
+        drafts = propose(*args, **kwargs)
+        indices = kwargs["token_indices_to_sample"]
+        last = len(kwargs["target_positions"]) - 1 if indices is None else int(indices[0])
+        calls.append(
+            {
+                "positions": kwargs["target_positions"].clone(),
+                "states": kwargs["target_hidden_states"].clone(),
+                "last": last,
+                "next": int(kwargs["next_token_ids"][0]),
+                "drafts": drafts.clone(),
+                "logits": torch.cat(list(logits)),
+            }
+        )
+        return drafts
+
+    def recorded_compute(hidden):
+        found = compute(hidden)
+        logits.append(found[:1].clone())
+        return found
+
+    drafter.propose, drafter.model.compute_logits = recorded_propose, recorded_compute
+    prompt = list(range(7, 24))
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+    (result,) = llm.generate({"prompt_token_ids": prompt}, params)
+    torch.save({"tokens": prompt + list(result.outputs[0].token_ids), "calls": calls}, out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

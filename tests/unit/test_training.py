@@ -1,0 +1,249 @@
+"""Training on a toy target's stored states: learning, exact resume after a kill, packing, processes, refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kimi_eagle import vocab_map
+from kimi_eagle.eagle3.checkpoint import check_head
+from kimi_eagle.errors import BadInput
+from kimi_eagle.hidden_store import Store, StoreWriter
+from kimi_eagle.target import describe
+from kimi_eagle.train import TrainConfig, train
+from kimi_eagle.training import rows, run_state
+from kimi_eagle.training.initial import initial_head
+from kimi_eagle.training.loop import Trainer
+from kimi_eagle.training.optimizer import learning_rate_factor
+
+V, H, N = 48, 16, 8
+
+
+def make_target(folder: Path) -> None:
+    """A Llama-shaped checkpoint of random weights: the three outer tensors and the last decoder layer."""
+    torch.manual_seed(0)
+    folder.mkdir()
+    text = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": N,
+        "hidden_size": H,
+        "vocab_size": V,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(text))
+    layer = f"model.layers.{N - 1}."
+    shapes = {
+        "model.embed_tokens.weight": (V, H),
+        "model.norm.weight": (H,),
+        "lm_head.weight": (V, H),
+        layer + "self_attn.q_proj.weight": (16, H),
+        layer + "self_attn.k_proj.weight": (8, H),
+        layer + "self_attn.v_proj.weight": (8, H),
+        layer + "self_attn.o_proj.weight": (H, 16),
+        layer + "mlp.gate_proj.weight": (24, H),
+        layer + "mlp.up_proj.weight": (24, H),
+        layer + "mlp.down_proj.weight": (H, 24),
+        layer + "input_layernorm.weight": (H,),
+        layer + "post_attention_layernorm.weight": (H,),
+    }
+    save_file({n: torch.ones(s) if len(s) == 1 else torch.randn(s) for n, s in shapes.items()}, folder / "model.safetensors")
+
+
+def make_store(folder: Path, target, prefix: str, samples: int, seed: int) -> None:
+    """Texts of a fixed cycle over the vocabulary, whose final state makes the target's arg-max the text's next token."""
+    generator = torch.Generator().manual_seed(seed)
+    lm_head, embedding = target.load_tensor("lm_head"), target.load_tensor("embed_tokens")
+    manifest = {"layer_ids": [2, 4, 5, N], "layer_id_convention": "vllm", "hidden_size": H, "target": target.identity()}
+    with StoreWriter(folder, manifest) as writer:
+        for number in range(samples):
+            length = int(torch.randint(6, 24, (1,), generator=generator))
+            begin = int(torch.randint(0, V, (1,), generator=generator))
+            tokens = (begin + 7 * torch.arange(length + 1)) % V
+            final = 4 * lm_head[tokens[1:]] / lm_head[tokens[1:]].norm(dim=-1, keepdim=True)
+            states = torch.stack([embedding[tokens[:-1]] * s for s in (1.0, -0.5, 0.7)] + [final], dim=1)
+            writer.add(f"{prefix}{number}", tokens[:-1], torch.arange(length) >= 3, states)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A target, a training and a held-out store, and a vocabulary map."""
+    root = tmp_path_factory.mktemp("lab")
+    make_target(root / "target")
+    target = describe(root / "target")
+    make_store(root / "train", target, "t", 40, 1)
+    make_store(root / "held", target, "h", 10, 2)
+    counted = vocab_map.count_tokens(Store(root / "train"), V)
+    vocab_map.build(counted, 44, tokenizer_sha256=target.tokenizer_sha256).save(root / "map")
+    return root
+
+
+def settings(lab: Path, folder: Path, **changes) -> TrainConfig:
+    fields = dict(
+        target=str(lab / "target"),
+        train_store=lab / "train",
+        held_out_store=lab / "held",
+        vocab_map=lab / "map" / "vocab_map.safetensors",
+        folder=folder,
+        row_tokens=64,
+        batch_rows=2,
+        epochs=6,
+        learning_rate=0.01,
+        device="cpu",
+        train_lm_head=True,
+    )
+    return TrainConfig.of(**(fields | changes))
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_training_learns_and_leaves_a_sound_head(lab, tmp_path):
+    result = train(settings(lab, tmp_path / "run"))
+    assert check_head(result.head, describe(lab / "target")) == []
+    assert result.acceptance_length > 2.0  # the cycle is predictable: nearly every draft token can be right
+    entries = lines(tmp_path / "run")
+    steps = [e for e in entries if "loss" in e]
+    assert steps[-1]["loss"] < steps[0]["loss"] / 2
+    assert [e["step"] for e in steps] == list(range(1, result.steps + 1))
+    assert all(s["matched"] <= s["trained"] for e in steps for s in e["steps"])
+    evaluations = [e["evaluation"]["acceptance_length"] for e in entries if "evaluation" in e]
+    assert result.acceptance_length == max(evaluations) and len(evaluations) == 6
+    assert result.trained_tokens == sum(e["steps"][0]["trained"] for e in steps)
+    assert any((tmp_path / "run" / "tensorboard").iterdir())
+    assert not list((tmp_path / "run").glob(".head*"))
+
+
+def test_every_trained_label_is_an_answer_token_counted_once_an_epoch(lab, tmp_path):
+    trainer = Trainer(settings(lab, tmp_path / "run", epochs=1))
+    trained = sum(trainer._step(*batch)["steps"][0]["trained"] for batch in trainer.batches)
+    assert trained == sum(int(row.loss_mask.sum()) for row in trainer.store)
+
+
+def test_a_finished_run_is_returned_without_training_again(lab, tmp_path):
+    config = settings(lab, tmp_path / "run", epochs=1)
+    first = train(config)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    second = train(config)
+    assert second.resumed and second.acceptance_length == first.acceptance_length
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_killed_run_resumes_to_the_very_same_weights(lab, tmp_path):
+    """SIGKILL in the middle; what a second start ends with equals an undisturbed run, to the last bit, as do the metrics."""
+    whole = train(settings(lab, tmp_path / "whole", epochs=12))
+    config = settings(lab, tmp_path / "killed", epochs=12, checkpoint_seconds=0.001)
+    file = tmp_path / "config.json"
+    file.write_text(config.model_dump_json())
+    process = subprocess.Popen([sys.executable, "-m", "kimi_eagle.train", str(file)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while len(list((tmp_path / "killed" / "state").glob("state-*.pt"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    states = sorted((tmp_path / "killed" / "state").glob("state-*.pt"))
+    assert states
+    states[-1].write_bytes(states[-1].read_bytes()[:-64])  # the newest is cut: the generation before it is used
+    again = train(config)
+    assert again.steps == whole.steps and again.resumed
+    for name, tensor in load_file(whole.head / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(again.head / "model.safetensors")[name]), name
+    timed = ("seconds", "tokens_per_second")
+    plain = [[{k: v for k, v in e.items() if k not in timed} for e in lines(tmp_path / run)] for run in ("whole", "killed")]
+    assert plain[0] == plain[1]
+
+
+def test_two_processes_take_the_same_steps_as_one_with_twice_the_rows(lab, tmp_path):
+    one = train(settings(lab, tmp_path / "one", epochs=1, batch_rows=2))
+    two = train(settings(lab, tmp_path / "two", epochs=1, batch_rows=1, nproc=2))
+    assert two.steps == one.steps and two.trained_tokens == one.trained_tokens
+    for name, tensor in load_file(one.head / "model.safetensors").items():
+        torch.testing.assert_close(load_file(two.head / "model.safetensors")[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_other_settings_or_data_in_the_same_folder_are_refused(lab, tmp_path):
+    train(settings(lab, tmp_path / "run", epochs=1))
+    with pytest.raises(BadInput, match="other settings"):
+        train(settings(lab, tmp_path / "run", epochs=1, learning_rate=0.02))
+
+
+def test_stores_and_maps_that_do_not_fit_are_refused(lab, tmp_path):
+    with pytest.raises(BadInput, match="in both stores"):
+        train(settings(lab, tmp_path / "a", held_out_store=lab / "train"))
+    other = describe(lab / "target")
+    make_store(tmp_path / "more", other, "m", 5, 3)
+    with pytest.raises(BadInput, match="data_sha256"):
+        train(settings(lab, tmp_path / "b", train_store=tmp_path / "more"))
+    manifest = {"layer_ids": [2, 4, 5, N], "layer_id_convention": "vllm", "hidden_size": H, "target": {"config_sha256": "0"}}
+    with StoreWriter(tmp_path / "foreign", manifest) as writer:
+        writer.add("f0", torch.arange(5), torch.ones(5, dtype=torch.bool), torch.randn(5, 4, H))
+    with pytest.raises(BadInput, match="config_sha256"):
+        train(settings(lab, tmp_path / "c", train_store=tmp_path / "foreign"))
+    with pytest.raises(BadInput, match="loss"):
+        settings(lab, tmp_path / "d", loss="mse")
+    with pytest.raises(BadInput, match="ttt_steps"):
+        settings(lab, tmp_path / "d", ttt_steps=0)
+
+
+def test_packing_keeps_every_token_once_and_rows_within_their_size(lab):
+    store = Store(lab / "train")
+    planned = rows.plan(store, 16, seed=3, epoch=0)
+    seen = Counter((p.sample_id, i) for row in planned for p in row for i in range(p.begin, p.end))
+    assert set(seen.values()) == {1} and len(seen) == store.tokens
+    assert max(sum(p.end - p.begin for p in row) for row in planned) <= 16
+    assert planned == rows.plan(store, 16, seed=3, epoch=0) != rows.plan(store, 16, seed=3, epoch=1)
+    row = rows.load(store, planned[0], torch.device("cpu"), torch.float32)
+    assert row.documents.tolist() == [n for n, p in enumerate(planned[0]) for _ in range(p.begin, p.end)]
+    assert row.states.shape == (len(row.tokens), 4, H)
+
+
+def test_initial_weights_come_from_the_target(lab):
+    trainer = Trainer(settings(lab, lab / "unused"))
+    target, head = describe(lab / "target"), trainer.head
+    assert torch.equal(head.lm_head.weight, target.load_tensor("lm_head")[head.target_ids])
+    assert torch.equal(head.norm.weight, target.load_tensor("norm"))
+    source = load_file(lab / "target" / "model.safetensors")
+    prefix = f"model.layers.{N - 1}."
+    assert torch.equal(head.layers[0].mlp.up_proj.weight, source[prefix + "mlp.up_proj.weight"])
+    assert torch.equal(head.layers[0].self_attn.q_proj.weight[:, H:], source[prefix + "self_attn.q_proj.weight"])
+    plain = initial_head(head.config, target, None if trainer.map is None else trainer.map.d2t, "random", 0)
+    assert not torch.equal(plain.layers[0].mlp.up_proj.weight, source[prefix + "mlp.up_proj.weight"])
+
+
+def test_learning_rate_warms_up_and_ends_at_its_fraction():
+    factors = [learning_rate_factor(step, 100, 0.1, 0.05) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1) and factors[9] == factors[10] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True) and factors[-1] == pytest.approx(0.05, abs=0.001)
+
+
+def test_states_are_kept_in_two_generations_and_metrics_beyond_them_are_dropped(tmp_path):
+    for step in (1, 2, 3):
+        run_state.save(tmp_path, {"step": step, "digest": "d"})
+    assert sorted(os.listdir(tmp_path)) == ["state-00000002.pt", "state-00000003.pt"]
+    assert run_state.newest(tmp_path, "d")["step"] == 3
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    metrics = run_state.Metrics(file, 2)
+    metrics.add(step=3, loss=1.0)
+    metrics.close()
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+
+
+def test_the_command_ends_with_one_sentence_and_the_right_code(tmp_path):
+    file = tmp_path / "c.json"
+    file.write_text('{"target": "x"}')
+    done = subprocess.run([sys.executable, "-m", "kimi_eagle.train", str(file)], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: training: train_store") and "Traceback" not in done.stderr
