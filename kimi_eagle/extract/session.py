@@ -39,8 +39,12 @@ def start(cfg: Any, config: engine.EngineConfig) -> engine.Engine:
 
 
 def patches(running: engine.Engine) -> list[dict[str, Any]]:
-    """What every worker of an engine says of the compat patches in its own process: [{id, state, detail, pid}]."""
-    return [row for worker in running.rpc("kimi_eagle_patches") for row in worker]
+    """What every worker of an engine says of the compat patches in its own process: [{id, state, detail, pid}].
+
+    Those that are not for this environment (package not installed, fault not there) are left out.
+    """
+    rows = [row for worker in running.rpc("kimi_eagle_patches") for row in worker]
+    return [row for row in rows if row["state"] not in ("not installed", "not needed")]
 
 
 class Progress:
@@ -50,14 +54,14 @@ class Progress:
         self.label, self.bar = label, None
 
     def __call__(self, done: int, total: int) -> None:
-        """Show `done` of `total` requests."""
+        """Show `done` of `total` requests; a call that is over at once shows nothing."""
         from tqdm import tqdm
 
         if self.bar is None:
+            if done >= total:
+                return
             self.bar = tqdm(total=total, desc=f"{self.label} engine", unit="request", mininterval=5)
-        self.bar.n = done
-        self.bar.update(0)
+        self.bar.update(done - self.bar.n)
         if done >= total:
-            self.bar.refresh()
             self.bar.close()
             self.bar = None
