@@ -59,6 +59,9 @@ sweep: $(READY)  ## several, one failure not stopping the rest: make sweep PARAM
 compat: $(READY)  ## which patches the installed vLLM and speculators need
 	@$(BIN)/kimi-eagle compat
 
+bench: $(READY)  ## step times and forecast of a toy target on this machine, against real vLLM (ARGS: see benchmarks/)
+	$(BIN)/python benchmarks/forecast_h200.py outputs/bench --tiny $(ARGS)
+
 lock: $(READY)  ## environments/cpu.lock again from environments/cpu.in and pyproject.toml
 	@uv=$$(command -v uv || echo $(BIN)/uv); \
 	$$uv pip compile --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links --no-annotate \
@@ -68,4 +71,4 @@ clean:  ## caches and build files; outputs/ and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 	find kimi_eagle tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help setup demo test lab run sweep compat lock clean
+.PHONY: help setup demo test lab run sweep compat bench lock clean

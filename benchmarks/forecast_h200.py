@@ -111,10 +111,12 @@ def measure(out: Path, k: int, rates: list[float], tiny: bool) -> None:
             gpu_memory_utilization=0.95, compilation_config={"cudagraph_capture_sizes": [c * (k + 1) for c in sizes]}
         )
     if k:
-        options["speculative_config"] = {
-            "method": "eagle3", "model": str(out / "draft"), "num_speculative_tokens": k, "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": rates[:k],
-        }  # fmt: skip
+        options["speculative_config"] = {"method": "eagle3", "model": str(out / "draft"), "num_speculative_tokens": k}
+        if not tiny:  # vLLM's CPU sampler has no synthetic acceptance
+            options["speculative_config"] |= {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": rates[:k],
+            }
     begun = time.perf_counter()
     llm = LLM(**options)
     loaded = time.perf_counter() - begun
@@ -160,8 +162,8 @@ def window(llm, concurrency: int, k: int, vocabulary: int, tiny: bool) -> dict:
             "median_us": ordered[len(ordered) // 2], "p10_us": ordered[len(ordered) // 10], "p90_us": ordered[-1 - len(ordered) // 10]}  # fmt: skip
 
 
-def report(out: Path) -> dict:
-    """Fit the plain steps, forecast every measured cell, write forecast.json and forecast.png, return the summary."""
+def report(out: Path) -> None:
+    """Fit the plain steps, forecast every measured cell, write and print forecast.json, draw the two figures."""
     sys.path.insert(0, str(HERE.parent.parent))
     import matplotlib
 
@@ -171,13 +173,13 @@ def report(out: Path) -> dict:
 
     from kimi_eagle.plots import forecast as plots
     from kimi_eagle.plots import style
-    from kimi_eagle.speedup import (
+    from kimi_eagle.speedup import (  # fmt: skip
         Acceptance,
         Draft,
         Observation,
         StepModel,
         calibrate,
-        crossover,
+        crossings,
         draft_sizes,
         fit,
         forecast,
@@ -190,10 +192,10 @@ def report(out: Path) -> dict:
     seen = [Observation(r["median_us"], r["concurrency"], context=CONTEXT + WARM) for r in plain["rows"]]
     sizes = target_sizes(target, 1, weight_bytes=width, expert_bits=8 * width)
     model, fitted = fit(StepModel(sizes, **H200), seen, ("fixed_us", "memory_efficiency", "compute_tflops"))
-    smooth, model = model, calibrate(model, seen)
-    head = draft_sizes(
-        target, attention="llama", intermediate=draft_config(target)["intermediate_size"], weight_bytes=width
-    )
+    model = calibrate(model, seen)
+    own = draft_config(target)
+    shape = target | {"head_dim": own["head_dim"], "num_key_value_heads": own["num_key_value_heads"]}
+    head = draft_sizes(shape, attention="llama", intermediate=own["intermediate_size"], weight_bytes=width)
     draft = Draft(head, PASS_US)
     base = {r["concurrency"]: r["emitted"] / r["seconds"] for r in plain["rows"]}
     rows, rates = [], list(RATES)
@@ -206,13 +208,14 @@ def report(out: Path) -> dict:
             measured = r["emitted"] / r["seconds"]
             rows.append({"concurrency": c, "k": k, "measured": measured, "forecast": c * acceptance.length(k) / time_us * 1e6,
                          "speedup": measured / base[c], "length": r["emitted"] / r["steps"] / c, "step_us": r["median_us"], "forecast_us": time_us})  # fmt: skip
+    if not rows:
+        sys.exit("no engine with a draft finished: see engines.log")
     table = pd.DataFrame(rows)
     error = (table["forecast"] / table["measured"] - 1).abs()
     whole = Acceptance(tuple(rates))
-    turn = crossover(model, draft, whole, sorted(table["k"].unique()), limit=64)
-    summary = {"median_error": float(error.median()), "worst_error": float(error.max()), "cells": len(table), "crossover": turn,
-               "fit": fitted["free"], "fit_rms": fitted["rms"], "pass_us": PASS_US, "rates": rates,
-               "smooth_step_us": {r.tokens: smooth.step_us(r.tokens) for r in seen}}  # fmt: skip
+    turns = crossings(model, draft, whole, sorted(table["k"].unique()), limit=64)
+    summary = {"median_error": float(error.median()), "worst_error": float(error.max()), "cells": len(table), "crossings": turns,
+               "fit": fitted["free"], "fit_rms": fitted["rms"], "pass_us": PASS_US, "rates": rates}  # fmt: skip
     (out / "forecast.json").write_text(json.dumps({"summary": summary, "rows": rows, "plain": plain["rows"]}, indent=1))
 
     def save(name):
@@ -222,21 +225,14 @@ def report(out: Path) -> dict:
 
         return keep
 
-    ahead = forecast(
-        model,
-        draft,
-        whole,
-        sorted(table["concurrency"].unique()),
-        sorted(table["k"].unique()),
-        step_error=fitted["rms"],
-    )
+    concurrency, ks = sorted(table["concurrency"].unique()), sorted(table["k"].unique())
+    ahead = forecast(model, draft, whole, concurrency, ks, step_error=fitted["rms"])
     style.show = save("forecast_speedup.png")
-    plots.speedup(ahead, turn, table, title="One H200, Kimi width: forecast (lines) and measured (points)")
+    plots.speedup(ahead, turns, table, title="One H200, Kimi width: forecast (lines) and measured (points)")
     style.show = save("forecast.png")
     plots.measured(table, title="One H200, Kimi width")
     print(table.assign(error=table["forecast"] / table["measured"] - 1).round(3).to_string())
     print(json.dumps(summary, default=float))
-    return summary
 
 
 def run_engines(out: Path, ks: list[int], rates: str, budget_s: float, tiny: bool) -> None:

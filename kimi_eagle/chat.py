@@ -120,7 +120,7 @@ def answer_prompts(
     temperature: float,
     samples: int,
     seed: int,
-    group: int = 256,
+    group: int = 128,
 ) -> list[Answer]:
     """Answers of the target itself, `samples` per prompt, each with a seed of its own; kept in `file` and resumed from it.
 

@@ -153,8 +153,25 @@ def locate(
 
 
 @app.command()
-def compat(as_json: AsJson = False, vllm: VllmOption = None, speculators: SpeculatorsOption = None) -> None:
-    """One row per patch: needed or not, applied or refused; exit code 3 where a needed one does not fit."""
+def compat(
+    as_json: AsJson = False,
+    vllm: VllmOption = None,
+    speculators: SpeculatorsOption = None,
+    old: Annotated[
+        str, typer.Option("--from", help="before an upgrade: INSTALLED, or a wheel or folder")
+    ] = "INSTALLED",
+    new: Annotated[Path | None, typer.Option("--to", help="before an upgrade: the wheel or folder to go to")] = None,
+) -> None:
+    """One row per patch: needed or not, applied or refused; exit code 3 where a needed one does not fit.
+
+    With --to: which patches fall away, which symbols moved, and what heads the other release reads.
+    """
+    if new:
+        from kimi_eagle.compat import upgrade
+
+        before = None if old == "INSTALLED" else old
+        print(json.dumps(upgrade.compare(before, new), indent=1) if as_json else upgrade.upgrade_text(before, new))
+        return
     from kimi_eagle import compat as module
 
     found = module.compat_rows(vllm, speculators)

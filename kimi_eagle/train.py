@@ -5,8 +5,10 @@ the CPU, NCCL on GPUs), each with its share of the rows; gradients are summed, s
 A run that was killed continues from its newest state when it is started again with the same settings.
 """
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from kimi_eagle.errors import BadInput, KimiEagleError, StageFailed
 from kimi_eagle.training.settings import TrainConfig, TrainResult
 
 __all__ = ["TrainConfig", "TrainResult", "train"]
+
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -36,12 +40,28 @@ def _launch(config: TrainConfig) -> TrainResult:
     settings = folder / "settings.json"
     settings.write_text(config.model_dump_json(indent=1))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.nproc}"]
-    code = subprocess.run([*command, "-m", "kimi_eagle.train", str(settings)]).returncode
+    command += ["-m", "kimi_eagle.train", str(settings)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_end_with_parent
+    )
+    last = []
+    try:
+        for line in process.stdout:  # text mode splits at the progress bar's carriage returns too
+            last = [*last[-4:], line.strip()]
+            print(line.rstrip(), end="\r" if "step/s" in line else "\n", file=sys.stderr)
+    except BaseException:  # the reader was interrupted: the processes must not go on alone
+        process.terminate()
+        raise
+    code = process.wait()
     if code:
-        raise StageFailed(
-            f"training: a process of {config.nproc} ended with code {code}; its last lines above say why."
-        )
+        raise StageFailed(f"training: one of {config.nproc} processes ended with code {code}: {' | '.join(last)}")
     return TrainResult.model_validate_json((folder / "result.json").read_text())
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to end this process with its parent, so that a killed kernel leaves no training behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _worker(config: TrainConfig) -> TrainResult:

@@ -154,15 +154,24 @@ def build(
 
 def for_target(counted: TokenCounts, target: "Target", draft_vocab_size: int) -> VocabMap:
     """`build` with what the target's tokenizer says: its size, special and added tokens, and its digest."""
+    return build(counted, draft_vocab_size, **_facts(target))
+
+
+def coverage_by_size(
+    trained: TokenCounts, held_out: TokenCounts, target: "Target", sizes: Sequence[int]
+) -> list[dict[str, float]]:
+    """`coverage_table` for a target: sizes between its special tokens and its tokenizer, or its whole vocabulary."""
+    return coverage_table(trained, held_out, sizes, **_facts(target))
+
+
+def _facts(target: "Target") -> dict[str, Any]:
     tokenizer = target.tokenizer
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    return build(
-        counted,
-        draft_vocab_size,
-        special_ids=sorted(special),
-        tokenizer_size=len(tokenizer),
-        tokenizer_sha256=target.tokenizer_sha256,
-    )
+    return {
+        "special_ids": sorted(special),
+        "tokenizer_size": len(tokenizer),
+        "tokenizer_sha256": target.tokenizer_sha256,
+    }
 
 
 def coverage_table(

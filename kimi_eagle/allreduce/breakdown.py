@@ -43,7 +43,7 @@ class Breakdown:
 def find(folder: str | Path) -> list[Path]:
     """The traces of a folder, one a rank, in order of their names; BadInput where there are none."""
     folder = Path(folder)
-    files = sorted(p for pattern in ("*.json", "*.json.gz") for p in folder.glob(pattern))
+    files = sorted(p for pattern in ("*.json", "*.json.gz") for p in folder.glob(pattern) if p.name != "window.json")
     if not files:
         raise BadInput(f"{folder}: no .json or .json.gz trace there; capture one first (notebook 01).")
     return files

@@ -120,7 +120,7 @@ GPU_TRIES: tuple[dict[str, str], ...] = (
     {"NCCL_MIN_NCHANNELS": "8"},
     {"NCCL_MAX_NCHANNELS": "4"},
 )
-CPU_TRIES: tuple[dict[str, str], ...] = ({"OMP_NUM_THREADS": "2"}, {"TORCH_GLOO_LAZY_INIT": "1"})
+CPU_TRIES: tuple[dict[str, str], ...] = ({"OMP_NUM_THREADS": "2"},)
 
 
 def run_rank(sizes_kib: Sequence[float], variants: Sequence[str], out: Path, budget_s: float) -> None:

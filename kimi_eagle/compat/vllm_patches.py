@@ -123,7 +123,7 @@ PATCHES = [
     Patch(
         id="vllm-cpu-rotary",
         package="vllm",
-        versions=">=0.15,<0.34",
+        versions=">=0.16,<0.34",
         symptom="silent: on a CPU, states of MLA models with plain RoPE are 15-39 % off from position 1 on",
         cure="RotaryEmbedding.forward_cpu gives the kernel flat, contiguous tensors and copies the result back.",
         probe=_rotary_probe,
@@ -135,7 +135,7 @@ PATCHES = [
     Patch(
         id="vllm-kernel-scan",
         package="vllm",
-        versions=">=0.15,<0.34",
+        versions=">=0.16,<0.34",
         symptom="AttributeError: '_lib_fn_wrapper' object has no attribute 'get'",
         cure="the dispatcher's scan of modules passes over objects whose __dict__ is not a dictionary.",
         probe=_scan_probe,

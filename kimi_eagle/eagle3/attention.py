@@ -5,7 +5,8 @@ Attention runs over the T keys of step 0 and, per later step of a chain, one key
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -184,3 +185,40 @@ def attend(
     for i, (_, v) in enumerate(own):
         out = out + torch.einsum("gmr,mgd->mgrd", weights[..., k0.shape[0] + i], v)
     return out.reshape(M, -1)
+
+
+def attend_flex(
+    q: Tensor,
+    base: tuple[Tensor, Tensor],
+    own: Sequence[tuple[Tensor, Tensor]],
+    documents: Tensor,
+    origins: Tensor,
+    scale: float,
+) -> Tensor:
+    """`attend` through PyTorch's flex attention, which never holds an M x T matrix: for long rows on a GPU.
+
+    The chains' own keys stand behind the row's, step after step, and the mask lets chain m see the m-th of each. documents
+    [T] and origins [M] say which of the row's keys a chain sees. Compiled once per shape: keep M and T fixed.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    T, M = len(documents), len(q)
+    of_origin = documents[origins]
+
+    def seen(_batch: Tensor, _head: Tensor, m: Tensor, key: Tensor) -> Tensor:
+        at = key.clamp(max=T - 1)
+        in_row = (key < T) & (documents[at] == of_origin[m]) & (at <= origins[m])
+        return in_row | ((key >= T) & ((key - T) % M == m))
+
+    k, v = (torch.cat([b, *later]) for b, later in zip(base, zip(*own, strict=True) if own else ((), ()), strict=True))
+    on_gpu = q.is_cuda
+    mask = create_block_mask(seen, None, None, M, len(k), device=q.device, _compile=on_gpu)
+    run = _compiled(flex_attention) if on_gpu else flex_attention
+    grouped = [x.transpose(0, 1)[None] for x in (q, k.to(q.dtype), v.to(q.dtype))]  # [1, heads, N, D]
+    out = run(*grouped, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1).flatten(1)
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function)

@@ -18,7 +18,7 @@ where accepted positions are rewritten with the target's states and only the cur
 import torch
 from torch import Tensor, nn
 
-from kimi_eagle.eagle3.attention import LlamaAttention, MlaAttention, RMSNorm, attend
+from kimi_eagle.eagle3.attention import LlamaAttention, MlaAttention, RMSNorm, attend, attend_flex
 from kimi_eagle.eagle3.config import HeadConfig
 
 
@@ -101,16 +101,19 @@ class Chain:
     """Chains of one packed row, all origins at once: `hidden` [M, H] is the current step's normed output."""
 
     def __init__(
-        self, head: Head, aux: Tensor, tokens: Tensor, documents: Tensor, origins: Tensor, positions: Tensor
+        self, head: Head, aux: Tensor, tokens: Tensor, documents: Tensor, origins: Tensor, flex: bool = False
     ) -> None:
-        """Step 0. aux [T, A, Ht], tokens [T], documents [T] (which text a token is of), origins [M], positions [T]."""
-        self.head, self.attention = head, head.layers[0].self_attn
-        self.positions, self.own = positions[origins], []
+        """Step 0. aux [T, A, Ht], tokens [T], documents [T] (which text a token is of), origins [M]; see `start`."""
+        self.head, self.attention, self.flex = head, head.layers[0].self_attn, flex
+        positions = document_positions(documents)
+        self.documents, self.origins, self.positions = documents, origins, positions[origins]
+        self.own: list[tuple[Tensor, Tensor]] = []
         following = torch.cat((tokens[1:], tokens[-1:]))  # the last position of a text is never an origin
         inputs, residual = head.layers[0].inputs(head.embed(following), head.combine(aux))
         self.base = self.attention.keys_values(inputs, positions)
-        at = torch.arange(len(tokens), device=tokens.device)
-        self.mask = (documents[origins][:, None] == documents[None]) & (at[None] <= origins[:, None])
+        if not flex:
+            at = torch.arange(len(tokens), device=tokens.device)
+            self.mask = (documents[origins][:, None] == documents[None]) & (at[None] <= origins[:, None])
         self._finish(inputs[origins], residual[origins])
 
     def advance(self, tokens: Tensor) -> "Chain":
@@ -122,27 +125,35 @@ class Chain:
         return self
 
     def _finish(self, inputs: Tensor, residual: Tensor) -> None:
-        q = self.attention.queries(inputs, self.positions)
-        attention = attend(q, self.base, self.own, self.mask, self.attention.scale)
+        q, scale = self.attention.queries(inputs, self.positions), self.attention.scale
+        if self.flex:
+            attention = attend_flex(q, self.base, self.own, self.documents, self.origins, scale)
+        else:
+            attention = attend(q, self.base, self.own, self.mask, scale)
         stream = self.head.layers[0].outputs(attention, residual)
         self.hidden = self.head.norm(stream)
         self.fed_back = self.hidden if self.head.config.norm_output else stream
 
 
 def start(
-    head: Head, aux: Tensor, tokens: Tensor, documents: Tensor | None = None, origins: Tensor | None = None
+    head: Head,
+    aux: Tensor,
+    tokens: Tensor,
+    documents: Tensor | None = None,
+    origins: Tensor | None = None,
+    flex: bool = False,
 ) -> Chain:
     """Chains at step 0 over one packed row; positions restart at 0 in every document.
 
-    aux [T, A, Ht] in the order of the head's layer ids, tokens [T]; documents [T] int, ascending (None: one text);
-    origins [M] ascending indices into the row (None: all but each row's last).
+    aux [T, A, Ht] in the order of the head's layer ids, tokens [T]; documents [T] int, contiguous (None: one text);
+    origins [M] ascending indices into the row (None: all but the row's last); flex: flex attention instead of dense.
     """
     T = len(tokens)
     if documents is None:
         documents = torch.zeros(T, dtype=torch.int64, device=tokens.device)
     if origins is None:
         origins = torch.arange(T - 1, device=tokens.device)
-    return Chain(head, aux, tokens, documents, origins, document_positions(documents))
+    return Chain(head, aux, tokens, documents, origins, flex)
 
 
 def document_positions(documents: Tensor) -> Tensor:

@@ -13,7 +13,15 @@ from kimi_eagle.notebook import parameters, preflight, provenance
 from kimi_eagle.notebook.stage import fingerprint
 
 # These change how a run is carried out, not what it computes: a resumed run may have others.
-OPERATIONAL = {"run", "engine_port", "idle_minutes", "stage_timeout_minutes", "expected_minutes"}
+OPERATIONAL = {
+    "run",
+    "engine_port",
+    "engine_stay",
+    "idle_minutes",
+    "gpu_memory",
+    "stage_timeout_minutes",
+    "expected_minutes",
+}
 MIN_FREE_GIB = 1.0  # logs, notebooks and HTML; what a stage stores is its own budget's question
 
 

@@ -4,12 +4,15 @@ papermill marks every cell "completed" after a dead kernel or a timeout, and exi
 so a notebook counts only where exit code, outputs, result file and pictures agree.
 """
 
+import ast
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
+from kimi_eagle import plots
 from kimi_eagle.notebook import provenance
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -31,10 +34,36 @@ def problems(notebook: Path, result: Path, started: float, parameters: dict[str,
     skipped = [c for c in code if c.execution_count is None]
     if skipped and not errors:
         found.append(f"{len(skipped)} code cells never ran")
-    blank = [c for c in code if "figure" in c.metadata.get("tags", []) and not has_picture(c)]
+    blank = [c for c in figure_cells(cells) if not has_picture(c)]
     if blank and not errors and not skipped:
-        found.append(f"{len(blank)} cells tagged `figure` show no picture (first: {blank[0].source.splitlines()[0]})")
+        found.append(f"{len(blank)} cells that draw show no picture (first: {blank[0].source.splitlines()[-1]})")
     return found + _result_problems(result, started, parameters)
+
+
+def figure_cells(cells: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """The cells that promise a picture: those tagged `figure`, and those that call a drawing function of kimi_eagle.plots."""
+    modules: dict[str, str] = {}  # the name in the notebook -> the module of kimi_eagle.plots
+    found = []
+    for cell in (c for c in cells if c.cell_type == "code"):
+        nodes = list(ast.walk(ast.parse(cell.source)))
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module == "kimi_eagle.plots":
+                modules.update({alias.asname or alias.name: alias.name for alias in node.names})
+        calls = [n.func for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        drawn = any(isinstance(f.value, ast.Name) and f.attr in _drawing(modules.get(f.value.id, "")) for f in calls)
+        if drawn or "figure" in cell.metadata.get("tags", []):
+            found.append(cell)
+    return found
+
+
+@functools.cache
+def _drawing(module: str) -> frozenset[str]:
+    """Names of the functions in a module of kimi_eagle.plots that end in `style.show`: tables and widgets beside them do not."""
+    file = Path(plots.__file__).with_name(f"{module}.py")
+    functions = (
+        [n for n in ast.parse(file.read_text()).body if isinstance(n, ast.FunctionDef)] if file.is_file() else []
+    )
+    return frozenset(f.name for f in functions if "style.show(" in ast.unparse(f) and not f.name.startswith("explore"))
 
 
 def has_picture(cell: nbformat.NotebookNode) -> bool:

@@ -3,7 +3,6 @@
 Pages are self-contained: no script, style or font comes from elsewhere, so that a report reads the same without a network.
 """
 
-import base64
 import html as escape
 import json
 import re
@@ -15,7 +14,7 @@ from typing import Any
 import nbformat
 
 from kimi_eagle.errors import BadInput
-from kimi_eagle.notebook import parameters, plan, provenance
+from kimi_eagle.notebook import parameters, plan, provenance, publish
 from kimi_eagle.notebook.stage import SCHEMA, write_json
 
 # The figures that the index shows first, by their place in the merged figures; those that a run lacks are left out.
@@ -167,22 +166,22 @@ def _stage(run_folder: Path, stage: str, status: str, merged: dict[str, Any]) ->
 
 
 def _pictures(notebook: Path) -> list[str]:
-    """The pictures of the cells tagged `figure`, under the last heading before each."""
+    """The pictures of the cells that draw, under the last heading before each."""
     if not notebook.is_file():
         return []
+    cells = nbformat.read(notebook, as_version=4).cells
+    drawing = {id(c) for c in publish.figure_cells(cells)}
     found, heading = [], ""
-    for cell in nbformat.read(notebook, as_version=4).cells:
+    for cell in cells:
         if cell.cell_type == "markdown":
             heading = next((ln.lstrip("# ") for ln in cell.source.splitlines() if ln.startswith("#")), heading)
-        elif "figure" in cell.metadata.get("tags", []):
-            for output in cell.outputs:
-                data = output.get("data", {}).get("image/png")
-                if data:
-                    base64.b64decode(data)  # a damaged picture fails here, not in the reader's browser
-                    source = f"data:image/png;base64,{''.join(data.split())}"
-                    found.append(
-                        f"<figure><img alt='{_e(heading)}' src='{source}'><figcaption>{_e(heading)}</figcaption></figure>"
-                    )
+        for output in cell.outputs if id(cell) in drawing else []:
+            data = output.get("data", {}).get("image/png")
+            if data:
+                source = f"data:image/png;base64,{''.join(data.split())}"
+                found.append(
+                    f"<figure><img alt='{_e(heading)}' src='{source}'><figcaption>{_e(heading)}</figcaption></figure>"
+                )
     return found
 
 

@@ -192,10 +192,19 @@ def _open(tree: dict[str, Any]) -> dict[str, Any]:
         place = opened
         for part in branch:
             place = place.setdefault(part, {})
-        value = _open(value) if isinstance(value, dict) else value
+        value = _open(value) if isinstance(value, dict) else _plain(value)
         both = isinstance(value, dict) and isinstance(place.get(leaf), dict)
         place[leaf] = {**place[leaf], **value} if both else value
     return opened
+
+
+def _plain(value: Any) -> Any:
+    """numpy's and torch's numbers and arrays as Python's, tuples as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

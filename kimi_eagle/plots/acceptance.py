@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from kimi_eagle.plots import style
 
@@ -53,18 +52,3 @@ def speed(speeds: dict[int, dict[str, Any]]) -> None:
     axis.set_ylim(bottom=0)
     axis.set_title("Tokens per second with the head, over without (above 1: the head pays here)")
     style.show(fig, "Speed ratio with and without the head at each concurrency")
-
-
-def speed_table(speeds: dict[int, dict[str, Any]]) -> pd.DataFrame:
-    """Medians and ranges of `serve.speed` at each concurrency."""
-    rows = {
-        c: {
-            "plain tok/s": found["plain"]["median"],
-            "speculative tok/s": found["speculative"]["median"],
-            "ratio": found["ratio"]["median"],
-            "lowest ratio": found["ratio"]["low"],
-            "highest ratio": found["ratio"]["high"],
-        }
-        for c, found in speeds.items()
-    }
-    return pd.DataFrame(rows).T.rename_axis("concurrent requests")

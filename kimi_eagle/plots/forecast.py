@@ -10,12 +10,10 @@ from kimi_eagle.speedup.step import Draft, StepModel
 
 
 def speedup(
-    table: pd.DataFrame,
-    crossover: float | None,
-    measured: pd.DataFrame | None = None,
-    title: str = "What a draft gives",
-) -> None:
-    """Speed-up against concurrency, a line a k with its 80 % band; measured points (concurrency, k, speedup) as markers."""
+    table: pd.DataFrame, turns: Sequence[tuple[float, bool]] = (), measured: pd.DataFrame | None = None, title: str = "What a draft gives"
+) -> None:  # fmt: skip
+    """Speed-up against concurrency, a line a k with its 80 % band, vertical lines where the best k begins or stops to pay (`turns`, as
+    `speedup.crossings` gives them); measured points (concurrency, k, speedup) as markers."""
     fig, axes = style.new(figsize=(7.2, 4.0))
     for place, (k, rows) in enumerate(table.groupby("k")):
         color = style.COLORS[place % len(style.COLORS)]
@@ -25,16 +23,10 @@ def speedup(
             points = measured[measured["k"] == k]
             axes.plot(points["concurrency"], points["speedup"], "o", color=color, markersize=5)
     axes.axhline(1, color="black", linewidth=1, linestyle="--")
-    if crossover and crossover <= table["concurrency"].max():
-        axes.axvline(crossover, color=style.QUIET, linewidth=1)
-        axes.annotate(
-            f"pays no more from {crossover:.0f}",
-            (crossover, 1),
-            xytext=(-4, 8),
-            textcoords="offset points",
-            fontsize=8,
-            ha="right",
-        )
+    for at, pays in [t for t in turns if t[0] <= table["concurrency"].max()]:
+        axes.axvline(at, color=style.QUIET, linewidth=1)
+        word = f"pays from {at:.0f}" if pays else f"pays no more from {at:.0f}"
+        axes.annotate(word, (at, 1), xytext=(4, -12), textcoords="offset points", fontsize=8)
     axes.set_xscale("log", base=2)
     ticks = sorted(table["concurrency"].unique())
     axes.set_xticks(ticks, [f"{t:g}" for t in ticks])

@@ -6,11 +6,20 @@ it to measured steps, `forecast` turns it into tokens per second, the best k, th
 """
 
 from kimi_eagle.speedup.curve import Curve
-from kimi_eagle.speedup.forecast import Acceptance, best, crossover, faster_allreduce, forecast, needed_length, what_if
+from kimi_eagle.speedup.forecast import (
+    Acceptance,
+    best,
+    crossings,
+    crossover,
+    faster_allreduce,
+    forecast,
+    needed_length,
+    what_if,
+)
 from kimi_eagle.speedup.sizes import KIMI_K2, Sizes, draft_sizes, target_sizes
 from kimi_eagle.speedup.step import Draft, Observation, StepModel, calibrate, fit
 
 __all__ = [
-    "KIMI_K2", "Acceptance", "Curve", "Draft", "Observation", "Sizes", "StepModel", "best", "calibrate", "crossover",
+    "KIMI_K2", "Acceptance", "Curve", "Draft", "Observation", "Sizes", "StepModel", "best", "calibrate", "crossings", "crossover",
     "draft_sizes", "faster_allreduce", "fit", "forecast", "needed_length", "target_sizes", "what_if",
 ]  # fmt: skip

@@ -104,29 +104,36 @@ def best(table: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def crossover(
-    model: StepModel,
-    draft: Draft,
-    acceptance: Acceptance,
-    ks: Sequence[int] = (1, 2, 3, 4, 5),
-    *,
-    context: float = 0.0,
-    limit: int = 1024,
-) -> float | None:
-    """The concurrency from which on no k of `ks` pays any more; 0 where none ever does, None where one still does at `limit`."""
+def crossings(
+    model: StepModel, draft: Draft, acceptance: Acceptance, ks: Sequence[int] = (1, 2, 3, 4, 5), *, context: float = 0.0, limit: int = 1024
+) -> list[tuple[float, bool]]:  # fmt: skip
+    """Every concurrency up to `limit` at which the best k of `ks` turns from losing to paying (True) or back (False), ascending."""
+
+    def pays(c: float) -> bool:
+        return any(fast > plain for fast, plain in (rates(model, draft, acceptance, c, k, context) for k in ks))
+
     grid = np.unique(np.geomspace(1, limit, 80).round())
-    pays = [max(_gain(model, draft, acceptance, c, k, context) for k in ks) > 1 for c in grid]
-    if pays[-1]:
-        return None
-    last = max((i for i, p in enumerate(pays) if p), default=-1)
-    if last < 0:
-        return 0.0
-    low, high = grid[last], grid[last + 1]
-    for _ in range(20):
-        middle = (low + high) / 2
-        wins = max(_gain(model, draft, acceptance, middle, k, context) for k in ks) > 1
-        low, high = (middle, high) if wins else (low, middle)
-    return float(high)
+    found = [pays(c) for c in grid]
+    turns = []
+    for i in range(1, len(grid)):
+        if found[i] != found[i - 1]:
+            low, high = grid[i - 1], grid[i]
+            for _ in range(20):
+                middle = (low + high) / 2
+                low, high = (middle, high) if pays(middle) == found[i - 1] else (low, middle)
+            turns.append((float(high), found[i]))
+    return turns
+
+
+def crossover(
+    model: StepModel, draft: Draft, acceptance: Acceptance, ks: Sequence[int] = (1, 2, 3, 4, 5), *, context: float = 0.0, limit: int = 1024
+) -> float | None:  # fmt: skip
+    """The concurrency from which on no k of `ks` pays any more; 0 where none ever does, None where one still does at `limit`."""
+    turns = crossings(model, draft, acceptance, ks, context=context, limit=limit)
+    if turns:
+        return None if turns[-1][1] else turns[-1][0]
+    fast, plain = max((rates(model, draft, acceptance, 1, k, context) for k in ks), key=lambda r: r[0])
+    return None if fast > plain else 0.0
 
 
 def needed_length(model: StepModel, draft: Draft, k: int, c: int, gain: float, *, context: float = 0.0) -> float:
@@ -177,8 +184,3 @@ def what_if(
     share = changed.terms(concurrency, concurrency, context)
     return {"length": rates_.length(k), "tokens_per_s": fast, "plain_tokens_per_s": plain, "speedup": fast / plain,
             "allreduce_share": share["allreduce"] / sum(share.values())}  # fmt: skip
-
-
-def _gain(model: StepModel, draft: Draft, acceptance: Acceptance, c: float, k: int, context: float) -> float:
-    fast, plain = rates(model, draft, acceptance, c, k, context)
-    return fast / plain

@@ -12,14 +12,15 @@ from kimi_eagle.eagle3.model import Head
 if TYPE_CHECKING:
     from kimi_eagle.target import Target
 
+WIDENED = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+
 
 def initial_head(config: HeadConfig, target: "Target", d2t: Tensor | None, layer: str, seed: int) -> Head:
     """A head that starts as close to the target as its shape allows, float32 on the CPU.
 
     Always: the shared embedding, lm_head from the target's rows of the draft vocabulary, the final norm, and an fc that
-    passes the deepest auxiliary state through. `layer` "target" also takes the decoder layer of a Llama-like target: its
-    last layer's MLP, norms and attention, the attention reading the state; the embedding's half starts small and random.
-    Another kind of layer (MLA, experts, other widths) starts random, whatever `layer` says.
+    passes the deepest auxiliary state through. `layer` "target" also takes what fits of the target's last layer; what does
+    not (experts for the dense MLP, other widths, quantized weights) starts random.
     """
     generator = torch.Generator().manual_seed(seed)
     head = Head(config, target.load_tensor("embed_tokens"), d2t)
@@ -39,34 +40,34 @@ def initial_head(config: HeadConfig, target: "Target", d2t: Tensor | None, layer
     return head
 
 
-def copy_layer(head: Head, target: "Target", number: int) -> bool:
-    """Copy decoder layer `number` of a Llama-like target into the head; False, and nothing done, where shapes do not fit."""
+def copy_layer(head: Head, target: "Target", number: int) -> list[str]:
+    """Copy what fits of the target's decoder layer `number`: attention, MLP and their norms, each whole or not at all.
+
+    A matrix that reads the attention's input is twice as wide in the head ([embedding, state]): the target's goes into the
+    state's half. Returns which of "self_attn" and "mlp" were copied.
+    """
     prefix = target.tensor_name("norm").removesuffix("norm.weight") + f"layers.{number}."
-    mine = head.layers[0].state_dict()
-    found = {
-        n: _tensor(target, prefix + n) for n in mine if n != "hidden_norm.weight" and prefix + n in target.weight_map
+    mine, H, copied = head.layers[0].state_dict(), head.config.hidden_size, []
+    norms = {
+        "self_attn": ("input_layernorm.weight", "hidden_norm.weight"),
+        "mlp": ("post_attention_layernorm.weight",) * 2,
     }
-    H = head.config.hidden_size
-    if head.config.attention != "llama" or len(found) != len(mine) - 1:
-        return False
-    if any(tuple(t.shape) != _source_shape(n, mine[n]) for n, t in found.items()):
-        return False
-    with torch.no_grad():
-        for name, tensor in found.items():
-            if name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
-                mine[name][:, H:] = tensor  # input is [embedding, state]; the embedding's half keeps its random start
-                mine[name][:, :H] *= 0.5
-            elif name == "input_layernorm.weight":
-                mine["hidden_norm.weight"].copy_(tensor)  # that norm saw the state; the embedding's stays at one
-            else:
-                mine[name].copy_(tensor)
-    return True
-
-
-def _source_shape(name: str, mine: Tensor) -> tuple[int, ...]:
-    if name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
-        return (mine.shape[0], mine.shape[1] // 2)
-    return tuple(mine.shape)
+    for group, (source_norm, norm) in norms.items():
+        names = [n for n in mine if n.startswith(group + ".")]
+        if any(prefix + n not in target.weight_map for n in [*names, source_norm]):
+            continue
+        found = {n: _tensor(target, prefix + n) for n in names}
+        places = {n: mine[n][:, H:] if n.split(".")[1] in WIDENED else mine[n] for n in names}
+        if any(found[n].shape != places[n].shape for n in names):
+            continue
+        with torch.no_grad():
+            for name in names:
+                places[name].copy_(found[name])
+                if name.split(".")[1] in WIDENED:
+                    mine[name][:, :H] *= 0.5  # the embedding's half keeps its random start
+            mine[norm].copy_(_tensor(target, prefix + source_norm))
+        copied.append(group)
+    return copied
 
 
 def _tensor(target: "Target", name: str) -> Tensor:

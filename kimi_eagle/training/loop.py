@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,8 @@ from kimi_eagle.training.optimizer import learning_rate_factor, make_optimizer
 from kimi_eagle.training.row_loss import row_loss, trained_positions
 from kimi_eagle.training.settings import TrainConfig, TrainResult
 
+DENSE_TOKENS = 1024  # longest row whose attention is dense on a GPU; beyond it flex attention's compile time pays
+
 
 def device_of(name: str) -> torch.device:
     """The device for `auto`, `cpu` or `cuda`; MissingCapability where there is no CUDA device."""
@@ -36,6 +39,13 @@ def device_of(name: str) -> torch.device:
     return torch.device("cpu")
 
 
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory held so far in MB: the device's on a GPU, the process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # Linux counts in KiB
+
+
 class Trainer:
     """One process of a run. `world` processes take turns over the rows and sum their gradients, so that a step of
     `batch_rows` rows on each equals a step of `world * batch_rows` rows on one."""
@@ -44,7 +54,12 @@ class Trainer:
         self.config, self.rank, self.world = config, rank, world
         torch.manual_seed(config.seed)
         self.device = device_of(config.device)
-        self.low_precision = self.device.type == "cuda"  # bf16 products over float32 master weights
+        on_gpu = self.device.type == "cuda"
+        self.low_precision = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
+        long = config.row_tokens > DENSE_TOKENS and on_gpu
+        self.flex = config.attention == "flex" or (config.attention == "auto" and long)
+        if self.flex and not on_gpu:
+            raise MissingCapability("training: attention 'flex' has no backward pass on a CPU; use 'dense' or 'auto'.")
         target = describe(config.target)
         self.store, self.held_out = Store(config.train_store), Store(config.held_out_store)
         layer_ids = rows.check_stores(self.store, self.held_out, target)
@@ -139,8 +154,8 @@ class Trainer:
         )
         self.head.train()
         for row in mine:
-            with torch.autocast("cuda", torch.bfloat16) if self.low_precision else nullcontext():
-                value, counts = row_loss(self.head, self.output, row, config.ttt_steps, config.loss, scales)
+            with torch.autocast(self.device.type, torch.bfloat16) if self.low_precision else nullcontext():
+                value, counts = row_loss(self.head, self.output, row, config.ttt_steps, config.loss, scales, self.flex)
             if value.requires_grad:
                 value.backward()
             matched += torch.stack(counts.matched).cpu()
@@ -166,6 +181,7 @@ class Trainer:
             "tokens": tokens,
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
+            "peak_memory_mb": peak_memory_mb(self.device),
             "steps": [
                 {"trained": int(n), "matched": int(m), "loss_sum": float(v)}
                 for n, m, v in zip(trained, matched, losses, strict=True)
@@ -212,7 +228,9 @@ class Trainer:
                 "simulated_acceptance_length": found["acceptance_length"],
                 "loss": self.config.loss,
             }
-            dtype = "bfloat16" if self.low_precision else "float32"
+            dtype = self.config.head_dtype
+            if dtype == "auto":
+                dtype = "bfloat16" if self.low_precision else "float32"
             checkpoint.export(self.head, self.folder / "head", self.target, dtype=dtype, note=note)
 
     def _log(self, board: Any, figures: dict[str, Any]) -> None:

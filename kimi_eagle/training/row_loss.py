@@ -30,7 +30,7 @@ def trained_positions(row: Packed, steps: int) -> list[Tensor]:
 
 
 def row_loss(
-    head: Head, output: TargetOutput, row: Packed, steps: int, loss: str, scales: list[float]
+    head: Head, output: TargetOutput, row: Packed, steps: int, loss: str, scales: list[float], flex: bool = False
 ) -> tuple[Tensor, RowCounts]:
     """Sum over steps of scales[j] * (summed loss of step j), and the raw counts.
 
@@ -43,8 +43,10 @@ def row_loss(
     if not len(origins):
         nothing = torch.zeros((), device=row.tokens.device)
         return total, RowCounts([0] * steps, [nothing.long()] * steps, [nothing] * steps)
-    log_p = _target_log_probs(output, row.states[:, -1], origins, steps, masks)
-    chain = start(head, row.states[:, :-1], row.tokens, row.documents, origins)
+    log_p = _target_log_probs(output, row.states[:, -1], masks)
+    if flex:  # compiled per shape: every position is an origin, and those without a label are left out of the loss
+        origins = torch.arange(len(row.tokens), device=row.tokens.device)
+    chain = start(head, row.states[:, :-1], row.tokens, row.documents, origins, flex)
     for step in range(steps):
         if step:
             fed = (origins + 1 + step).clamp(
@@ -61,7 +63,7 @@ def row_loss(
     return total, counts
 
 
-def _target_log_probs(output: TargetOutput, states: Tensor, origins: Tensor, steps: int, masks: list[Tensor]):
+def _target_log_probs(output: TargetOutput, states: Tensor, masks: list[Tensor]):
     """A function from positions [n] to the target's log p [n, Vd] there, kept for the row where that is small enough."""
     needed = torch.zeros(len(states), dtype=torch.bool, device=states.device)
     for step, mask in enumerate(masks):

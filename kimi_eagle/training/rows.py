@@ -60,13 +60,21 @@ def plan(store: Store, row_tokens: int, seed: int, epoch: int) -> list[list[Piec
     return full + [row for _, row in opened]
 
 
-def load(store: Store, pieces: list[Piece], device: torch.device, dtype: torch.dtype) -> Packed:
-    """Read a planned row from the store onto `device`, states in `dtype`."""
+def load(store: Store, pieces: list[Piece], device: torch.device, dtype: torch.dtype, padded_to: int = 0) -> Packed:
+    """Read a planned row from the store onto `device`, states in `dtype`, filled up to `padded_to` tokens (0: as it is).
+
+    The filling is a document of its own (-1) without a trained token, so nothing sees it and it counts nowhere.
+    """
     parts = []
     for number, piece in enumerate(pieces):
         row, cut = store.row(piece.sample_id), slice(piece.begin, piece.end)
         number_of = torch.full((piece.end - piece.begin,), number)
         parts.append((row.token_ids[cut].long(), number_of, row.loss_mask[cut].bool(), row.hidden_states[cut]))
+    missing = padded_to - sum(len(part[0]) for part in parts)
+    if missing > 0:
+        nothing = torch.zeros(missing, dtype=torch.int64)
+        states = parts[0][3].new_zeros(missing, *parts[0][3].shape[1:])
+        parts.append((nothing, nothing - 1, nothing.bool(), states))
     tokens, documents, mask, states = (torch.cat(column) for column in zip(*parts, strict=True))
     return Packed(tokens.to(device), documents.to(device), mask.to(device), states.to(device, dtype))
 
@@ -82,7 +90,9 @@ def check_stores(train: Store, held_out: Store, target: "Target") -> tuple[int, 
         if store.manifest.get("layer_id_convention") != "vllm":
             raise BadInput(f"store {name}: its layer ids are not in vLLM's convention; extract again.")
         if store.layer_ids[-1] != target.num_layers:
-            raise BadInput(f"store {name}: its last state is of layer {store.layer_ids[-1]}, not the final one; extract again.")
+            raise BadInput(
+                f"store {name}: its last state is of layer {store.layer_ids[-1]}, not the final one; extract again."
+            )
         if not len(store):
             raise BadInput(f"store {name}: holds no sample; look at its rejected.jsonl.")
     if train.layer_ids != held_out.layer_ids:

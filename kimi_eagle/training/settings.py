@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kimi_eagle.eagle3.loss import LOSSES
 from kimi_eagle.errors import BadInput
 
+LENGTH = "tokens per target forward, bonus included"
+
 
 class TrainConfig(BaseModel):
     """Everything that decides a training run; two runs with equal settings and machine take the same steps."""
@@ -43,6 +45,15 @@ class TrainConfig(BaseModel):
     evaluation_samples: int = Field(32, ge=1, description="held-out samples simulated per evaluation")
     evaluations: int = Field(0, ge=0, description="evaluations over the run; 0: one an epoch")
     checkpoint_seconds: float = Field(60.0, gt=0, description="state is written when this long has passed")
+    head_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: float32 from a CPU, else bfloat16"
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of the products; master weights are float32; auto: float32 on a CPU, else bfloat16"
+    )
+    attention: Literal["auto", "dense", "flex"] = Field(
+        "auto", description="auto: flex for rows above 1024 tokens on a GPU"
+    )
     device: str = Field("auto", description="auto, cpu or cuda")
     seed: int = 0
     nproc: int = Field(1, ge=1, description="processes (torchrun); more than one needs as many devices, or the CPU")
@@ -84,3 +95,42 @@ class TrainResult(BaseModel):
     parameters: int = Field(description="parameters of the head, shared embedding excluded")
     trainable_parameters: int
     resumed: bool
+
+    def figures(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Figures and units for a stage's result.json."""
+        figures = {
+            "acceptance": {
+                "simulated_length": self.acceptance_length,
+                "interval": self.interval,
+                "per_position": self.per_position,
+            },
+            "steps": {"taken": self.steps, "best": self.best_step},
+            "trained_tokens": self.trained_tokens,
+            "seconds": round(self.seconds, 1),
+            "tokens_per_second": self.trained_tokens / self.seconds if self.seconds else 0.0,
+            "parameters": {"head": self.parameters, "trained": self.trainable_parameters},
+        }
+        units = {
+            "acceptance": {"simulated_length": LENGTH, "interval": LENGTH, "per_position": "draft tokens"},
+            "steps": "optimizer steps",
+            "trained_tokens": "labels of step 0, over all epochs",
+            "seconds": "s",
+            "tokens_per_second": "labels of step 0 per s",
+            "parameters": "parameters",
+        }
+        return figures, units
+
+
+def for_stage(cfg: Any, stores: dict[str, Path], vocab_map: Path) -> TrainConfig:
+    """The configuration of notebook 04: `cfg` has its parameters as attributes, `stores` the folders of train and heldout."""
+    same = set(TrainConfig.model_fields) & set(vars(cfg)) - {"folder"}
+    return TrainConfig.of(
+        **{name: getattr(cfg, name) for name in same},
+        train_store=stores["train"],
+        held_out_store=stores["heldout"],
+        vocab_map=vocab_map,
+        folder=cfg.folder,
+        initial=cfg.initial_weights,
+        device=cfg.train_device,
+        nproc=cfg.train_processes,
+    )

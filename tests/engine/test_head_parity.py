@@ -16,7 +16,14 @@ from kimi_eagle.target import describe
 pytest.importorskip("vllm")
 
 STEPS = 4
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 CASES = {
     "llama": ("llama", {}, {}),
     "llama-yarn-all-norms": ("llama", YARN, {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
@@ -81,15 +88,19 @@ def test_logits_equal_vllms_at_every_draft_step_of_every_call(case, tmp_path):
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     script = Path(__file__).with_name("parity_capture.py")
-    command = [sys.executable, str(script), *map(str, (tmp_path / "target", tmp_path / "head", STEPS, tmp_path / "out.pt"))]
+    command = [
+        sys.executable,
+        str(script),
+        *map(str, (tmp_path / "target", tmp_path / "head", STEPS, tmp_path / "out.pt")),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     captured = torch.load(tmp_path / "out.pt")
     tokens, states = torch.tensor(captured["tokens"]), {}
     assert len(captured["calls"]) >= 8
     for call in captured["calls"]:
-        for position, state in zip(call["positions"].tolist()[: call["last"] + 1], call["states"], strict=False):
-            states[position] = state  # a verified position replaces what an earlier, rejected draft left there
+        # a verified position replaces what an earlier, rejected draft left there
+        states |= dict(zip(call["positions"].tolist()[: call["last"] + 1], call["states"], strict=False))
         origin = int(call["positions"][call["last"]])
         aux = torch.stack([states[p] for p in range(origin + 1)]).unflatten(1, (head.config.num_aux, -1))
         row = torch.cat((tokens[: origin + 1], torch.tensor([call["next"]])))
@@ -109,3 +120,42 @@ def test_logits_equal_vllms_at_every_draft_step_of_every_call(case, tmp_path):
         outside = torch.ones(256, dtype=torch.bool)
         outside[head.target_ids] = False
         assert torch.isinf(call["logits"][:, outside]).all()
+
+
+ROPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0},
+    "deepseek_yarn": {
+        "rope_type": "deepseek_yarn",
+        "factor": 64.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_tables_equal_vllms_far_out(kind):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from kimi_eagle.eagle3.attention import Rotary
+    from kimi_eagle.eagle3.config import rope_of
+
+    parameters = {"rope_theta": 50000.0} | ROPES[kind]
+    with set_current_vllm_config(VllmConfig()):
+        theirs = get_rope(64, 131072, is_neox_style=True, rope_parameters=parameters, dtype=torch.float32).cos_sin_cache
+    ours = Rotary(64, rope_of({"rope_parameters": parameters}), deepseek=kind == "deepseek_yarn")
+    at = torch.tensor([0, 1, 17, 4095, 4096, 100_000])
+    torch.testing.assert_close(torch.cat(ours.tables(at), -1), theirs[at], rtol=1e-5, atol=1e-5)

@@ -119,7 +119,7 @@ def test_a_killed_kernel_is_a_failure_though_papermill_says_completed(place: Pat
 
 def test_a_figure_cell_without_a_picture_is_a_failure(place: Path) -> None:
     message = failure(only(place, "#figure\nprint('no picture')", "cfg.finish()"))
-    assert "tagged `figure` show no picture" in message
+    assert "1 cells that draw show no picture" in message
 
 
 def test_a_notebook_that_never_finishes_its_stage_is_a_failure(place: Path) -> None:

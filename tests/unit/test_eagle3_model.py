@@ -55,8 +55,7 @@ def test_unrolled_training_equals_the_served_chain_from_every_origin(attention, 
     tokens, aux = torch.randint(0, V, (9,)), torch.randn(9, A, H, dtype=torch.float64)
     chain = start(head, aux, tokens)
     got = [chain.hidden]
-    for step in (1, 2, 3):
-        got.append(chain.advance(tokens[(torch.arange(8) + 1 + step).clamp(max=8)]).hidden)
+    got += [chain.advance(tokens[(torch.arange(8) + 1 + step).clamp(max=8)]).hidden for step in (1, 2, 3)]
     for origin in range(5):
         expected = served_chain(head, aux, tokens, origin, tokens[origin + 2 : origin + 5])
         torch.testing.assert_close(torch.stack([g[origin] for g in got]), expected, rtol=2e-5, atol=2e-5)
@@ -120,3 +119,16 @@ def test_draft_tokens_are_target_ids():
     draft_ids = head.lm_head(hidden).argmax(-1)
     assert head.draft_tokens(hidden).tolist() == [head.target_ids.tolist()[i] for i in draft_ids]
     assert 0 not in head.target_ids and 9 not in head.target_ids
+
+
+@torch.no_grad()  # PyTorch has its backward on GPUs alone
+@pytest.mark.parametrize("attention", ["llama", "mla"])
+def test_flex_attention_gives_what_dense_attention_gives(attention):
+    head = toy_head(toy_config(attention))
+    tokens, aux, documents = torch.randint(0, V, (12,)), torch.randn(12, A, H), torch.tensor([0] * 5 + [1] * 7)
+    origins = torch.arange(12)
+    chains = [start(head, aux, tokens, documents, origins, flex=flex) for flex in (False, True)]
+    for step in range(3):
+        torch.testing.assert_close(chains[1].hidden, chains[0].hidden, rtol=1e-4, atol=1e-5)
+        for chain in chains:
+            chain.advance(tokens[(origins + 2 + step).clamp(max=11)])

@@ -167,6 +167,18 @@ def test_a_notebook_that_only_looks_completed_is_found_out(tmp_path: Path, chang
     assert len(found) == 1 and words in found[0]
 
 
+def test_cells_that_call_a_drawing_function_promise_a_picture_untagged() -> None:
+    sources = [
+        "from kimi_eagle.plots import style, training as plots",
+        "plots.curves(x)",
+        "plots.course(x)",
+        "print(style.MAIN)",
+        "plots = 3",
+    ]
+    found = publish.figure_cells([nbformat.v4.new_code_cell(s) for s in sources])
+    assert [c.source for c in found] == ["plots.curves(x)"]
+
+
 def test_a_missing_old_or_foreign_result_is_found_out(tmp_path: Path) -> None:
     book, result = notebook(tmp_path)
     assert "other parameters" in publish.problems(book, result, time.time(), {"count": 6})[0]

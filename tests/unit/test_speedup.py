@@ -15,6 +15,7 @@ from kimi_eagle.speedup import (
     StepModel,
     best,
     calibrate,
+    crossings,
     crossover,
     draft_sizes,
     faster_allreduce,
@@ -150,6 +151,17 @@ def test_the_crossover_is_where_gain_and_loss_meet():
     assert needed_length(bound, small, 3, turn, 1.0) == pytest.approx(acceptance.length(3), rel=1e-3)
     before, after = (forecast(bound, small, acceptance, (turn * f,), (3,), draws=0)["speedup"][0] for f in (0.8, 1.25))
     assert before > 1 > after
+
+
+def test_a_draft_may_begin_to_pay_and_stop_again():
+    """Four verified tokens touch three times the experts of one, so a MoE draft loses alone and pays in company, until computing binds."""
+    moe = Sizes(1e9, 5e9, 0, 10, 0, 0, moe_layers=10, experts=64, experts_per_token=4, expert_bytes=5e7)
+    box, draft = StepModel(moe, 4000, 100), Draft(replace(DENSE, dense_bytes=5e7, flops=1e7, allreduces=0), 100.0)
+    turns = crossings(box, draft, Acceptance((0.6, 0.35, 0.2)), (3,))
+    assert [pays for _, pays in turns] == [True, False]
+    inside = (turns[0][0] + turns[1][0]) / 2
+    speed = forecast(box, draft, Acceptance((0.6, 0.35, 0.2)), (1, inside, 1024), (3,), draws=0)["speedup"]
+    assert speed[0] < 1 < speed[1] and speed[2] < 1
 
 
 def test_needed_length_is_the_forecast_backwards():

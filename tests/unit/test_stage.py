@@ -101,6 +101,14 @@ def test_finish_writes_the_whole_format(place: Path) -> None:
     assert str(place) not in json.dumps(found)
 
 
+def test_numbers_of_numpy_become_plain_ones(place: Path) -> None:
+    import numpy as np
+
+    figures = {"a": np.float32(0.5), "b": np.arange(2), "c": [{"n": np.int64(3)}], "d": np.bool_(True)}
+    begin("00_make", VALUES).finish(figures=figures, units={"a": "1", "b": "1", "c": "1"})
+    assert result(place)["figures"] == {"a": 0.5, "b": [0, 1], "c": [{"n": 3}], "d": True}
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), "text", None, [1, float("nan")], [{"a": "x"}]])
 def test_figures_that_are_no_finite_numbers_are_refused(place: Path, bad: object) -> None:
     cfg = begin("00_make", VALUES)

@@ -8,23 +8,28 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from heads import toy_config, toy_head
 from safetensors.torch import load_file, save_file
 
 from kimi_eagle import vocab_map
 from kimi_eagle.eagle3.checkpoint import check_head
-from kimi_eagle.errors import BadInput
+from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.target import describe
 from kimi_eagle.train import TrainConfig, train
 from kimi_eagle.training import rows, run_state
-from kimi_eagle.training.initial import initial_head
+from kimi_eagle.training.initial import WIDENED, copy_layer, initial_head
 from kimi_eagle.training.loop import Trainer
 from kimi_eagle.training.optimizer import learning_rate_factor
+from kimi_eagle.training.row_loss import row_loss
 
-V, H, N = 48, 16, 8
+V, H, N = 20, 32, 8
+
+torch.set_num_threads(1)  # toy sizes: threads only wait for each other
 
 
 def make_target(folder: Path) -> None:
@@ -59,7 +64,9 @@ def make_target(folder: Path) -> None:
         layer + "input_layernorm.weight": (H,),
         layer + "post_attention_layernorm.weight": (H,),
     }
-    save_file({n: torch.ones(s) if len(s) == 1 else torch.randn(s) for n, s in shapes.items()}, folder / "model.safetensors")
+    save_file(
+        {n: torch.ones(s) if len(s) == 1 else torch.randn(s) for n, s in shapes.items()}, folder / "model.safetensors"
+    )
 
 
 def make_store(folder: Path, target, prefix: str, samples: int, seed: int) -> None:
@@ -86,7 +93,7 @@ def lab(tmp_path_factory):
     make_store(root / "train", target, "t", 40, 1)
     make_store(root / "held", target, "h", 10, 2)
     counted = vocab_map.count_tokens(Store(root / "train"), V)
-    vocab_map.build(counted, 44, tokenizer_sha256=target.tokenizer_sha256).save(root / "map")
+    vocab_map.build(counted, 19, tokenizer_sha256=target.tokenizer_sha256).save(root / "map")
     return root
 
 
@@ -100,7 +107,7 @@ def settings(lab: Path, folder: Path, **changes) -> TrainConfig:
         row_tokens=64,
         batch_rows=2,
         epochs=6,
-        learning_rate=0.01,
+        learning_rate=0.02,
         device="cpu",
         train_lm_head=True,
     )
@@ -112,7 +119,7 @@ def lines(folder: Path) -> list[dict]:
 
 
 def test_training_learns_and_leaves_a_sound_head(lab, tmp_path):
-    result = train(settings(lab, tmp_path / "run"))
+    result = train(settings(lab, tmp_path / "run", epochs=16))
     assert check_head(result.head, describe(lab / "target")) == []
     assert result.acceptance_length > 2.0  # the cycle is predictable: nearly every draft token can be right
     entries = lines(tmp_path / "run")
@@ -121,7 +128,7 @@ def test_training_learns_and_leaves_a_sound_head(lab, tmp_path):
     assert [e["step"] for e in steps] == list(range(1, result.steps + 1))
     assert all(s["matched"] <= s["trained"] for e in steps for s in e["steps"])
     evaluations = [e["evaluation"]["acceptance_length"] for e in entries if "evaluation" in e]
-    assert result.acceptance_length == max(evaluations) and len(evaluations) == 6
+    assert result.acceptance_length == max(evaluations) and len(evaluations) == 16
     assert result.trained_tokens == sum(e["steps"][0]["trained"] for e in steps)
     assert any((tmp_path / "run" / "tensorboard").iterdir())
     assert not list((tmp_path / "run").glob(".head*"))
@@ -161,8 +168,10 @@ def test_a_killed_run_resumes_to_the_very_same_weights(lab, tmp_path):
     assert again.steps == whole.steps and again.resumed
     for name, tensor in load_file(whole.head / "model.safetensors").items():
         assert torch.equal(tensor, load_file(again.head / "model.safetensors")[name]), name
-    timed = ("seconds", "tokens_per_second")
-    plain = [[{k: v for k, v in e.items() if k not in timed} for e in lines(tmp_path / run)] for run in ("whole", "killed")]
+    timed = ("seconds", "tokens_per_second", "peak_memory_mb")
+    plain = [
+        [{k: v for k, v in e.items() if k not in timed} for e in lines(tmp_path / run)] for run in ("whole", "killed")
+    ]
     assert plain[0] == plain[1]
 
 
@@ -174,10 +183,37 @@ def test_two_processes_take_the_same_steps_as_one_with_twice_the_rows(lab, tmp_p
         torch.testing.assert_close(load_file(two.head / "model.safetensors")[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+def test_low_precision_products_keep_float32_master_weights(lab, tmp_path):
+    plain = Trainer(settings(lab, tmp_path / "a"))
+    low = Trainer(settings(lab, tmp_path / "b", precision="bfloat16"))
+    figures = [t._step(*t.batches[0]) for t in (plain, low)]
+    assert (
+        figures[1]["loss"] == pytest.approx(figures[0]["loss"], rel=0.02) and figures[1]["loss"] != figures[0]["loss"]
+    )
+    assert {p.dtype for p in low.head.parameters()} == {torch.float32}
+
+
+def test_flex_attention_is_refused_where_it_cannot_train(lab, tmp_path):
+    with pytest.raises(MissingCapability, match="flex"):
+        Trainer(settings(lab, tmp_path / "a", attention="flex"))
+
+
+def test_a_padded_row_has_the_same_loss(lab, tmp_path):
+    trainer = Trainer(settings(lab, tmp_path / "a"))
+    pieces = trainer.batches[0][1][0]
+    device, found = torch.device("cpu"), []
+    for size in (0, 100):
+        row = rows.load(trainer.store, pieces, device, torch.float32, size)
+        assert len(row.tokens) == (size or sum(p.end - p.begin for p in pieces))
+        value, counts = row_loss(trainer.head, trainer.output, row, 3, "kl", [1.0] * 3)
+        found.append((float(value.detach()), counts.trained))
+    assert found[1][1] == found[0][1] and found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+
+
 def test_other_settings_or_data_in_the_same_folder_are_refused(lab, tmp_path):
     train(settings(lab, tmp_path / "run", epochs=1))
     with pytest.raises(BadInput, match="other settings"):
-        train(settings(lab, tmp_path / "run", epochs=1, learning_rate=0.02))
+        train(settings(lab, tmp_path / "run", epochs=1, learning_rate=0.03))
 
 
 def test_stores_and_maps_that_do_not_fit_are_refused(lab, tmp_path):
@@ -187,7 +223,12 @@ def test_stores_and_maps_that_do_not_fit_are_refused(lab, tmp_path):
     make_store(tmp_path / "more", other, "m", 5, 3)
     with pytest.raises(BadInput, match="data_sha256"):
         train(settings(lab, tmp_path / "b", train_store=tmp_path / "more"))
-    manifest = {"layer_ids": [2, 4, 5, N], "layer_id_convention": "vllm", "hidden_size": H, "target": {"config_sha256": "0"}}
+    manifest = {
+        "layer_ids": [2, 4, 5, N],
+        "layer_id_convention": "vllm",
+        "hidden_size": H,
+        "target": {"config_sha256": "0"},
+    }
     with StoreWriter(tmp_path / "foreign", manifest) as writer:
         writer.add("f0", torch.arange(5), torch.ones(5, dtype=torch.bool), torch.randn(5, 4, H))
     with pytest.raises(BadInput, match="config_sha256"):
@@ -223,6 +264,34 @@ def test_initial_weights_come_from_the_target(lab):
     assert not torch.equal(plain.layers[0].mlp.up_proj.weight, source[prefix + "mlp.up_proj.weight"])
 
 
+def test_of_an_mla_layer_with_experts_only_the_attention_is_taken(tmp_path):
+    """Attention of the latent kind fits an MLA head; experts do not fit its dense MLP, which stays as it was."""
+    config = toy_config("mla")
+    head, donor = toy_head(config), toy_head(config, seed=5).layers[0].state_dict()
+    prefix = "language_model.model.layers.3."
+    names = [n for n in donor if n.startswith("self_attn.")]
+    half = {n: donor[n][:, 16:] if n.split(".")[1] in WIDENED else donor[n] for n in names}
+    tensors = {prefix + n: t.contiguous() for n, t in half.items()}
+    tensors |= {
+        prefix + "input_layernorm.weight": torch.full((16,), 3.0),
+        "language_model.model.norm.weight": torch.ones(16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    target = SimpleNamespace(
+        path=tmp_path,
+        weight_map=dict.fromkeys(tensors, "model.safetensors"),
+        tensor_name=lambda part: f"language_model.model.{part}.weight",
+    )
+    before = head.layers[0].mlp.up_proj.weight.clone()
+    assert copy_layer(head, target, 3) == ["self_attn"]
+    assert torch.equal(
+        head.layers[0].self_attn.kv_a_proj_with_mqa.weight[:, 16:], half["self_attn.kv_a_proj_with_mqa.weight"]
+    )
+    assert torch.equal(head.layers[0].self_attn.kv_b_proj.weight, half["self_attn.kv_b_proj.weight"])
+    assert head.layers[0].hidden_norm.weight.tolist() == [3.0] * 16
+    assert torch.equal(head.layers[0].mlp.up_proj.weight, before)
+
+
 def test_learning_rate_warms_up_and_ends_at_its_fraction():
     factors = [learning_rate_factor(step, 100, 0.1, 0.05) for step in range(100)]
     assert factors[0] == pytest.approx(0.1) and factors[9] == factors[10] == 1.0
@@ -239,11 +308,19 @@ def test_states_are_kept_in_two_generations_and_metrics_beyond_them_are_dropped(
     metrics = run_state.Metrics(file, 2)
     metrics.add(step=3, loss=1.0)
     metrics.close()
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "loss": 1.0},
+    ]
 
 
 def test_the_command_ends_with_one_sentence_and_the_right_code(tmp_path):
     file = tmp_path / "c.json"
     file.write_text('{"target": "x"}')
     done = subprocess.run([sys.executable, "-m", "kimi_eagle.train", str(file)], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: training: train_store") and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("error: training: train_store")
+        and "Traceback" not in done.stderr
+    )

@@ -1,0 +1,112 @@
+"""One cell, in the release's own environment: `python -m kimi_eagle.matrix.cell WORK BACKEND OUT`.
+
+WORK is a folder of matrix/reference.py. OUT becomes {verdict: right|refused|wrong, error, sentence, seconds}: `error` is the
+worst relative L2 error of a token's state at any layer, against Hugging Face; `right` is under BAR for every row.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BAR = 1e-4
+MLA_ON_CPU = (0, 28)  # first vLLM with multi-head latent attention on a CPU
+
+
+def run(work: Path, name: str, environment: dict[str, str]) -> dict:
+    """The cell's row; what cannot be right is refused before anything is loaded, anything else that goes wrong is `wrong`."""
+    from kimi_eagle import target as targets
+    from kimi_eagle.errors import MissingCapability
+    from kimi_eagle.extract import backends
+
+    task = json.loads((work / "prompts.json").read_text())
+    target = targets.describe(work / "checkpoint")
+    facts = backends.installed_facts(dtype="float32")
+    note = ""
+    if target.is_mla and facts.vllm < MLA_ON_CPU:
+        environment["VLLM_MLA_DISABLE"] = "1"
+        note = " (VLLM_MLA_DISABLE=1: no MLA on a CPU before 0.28)"
+    try:
+        module, verdict = backends.choose(name, target, facts)
+    except MissingCapability as error:
+        return {"verdict": "refused", "error": None, "sentence": str(error)}
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        requests = [{"id": str(i), "prompt_token_ids": p} for i, p in enumerate(task["prompts"])]
+        with _engine(target, module, task["layer_ids"], environment) as engine:
+            paths = module.run(engine, requests, task["layer_ids"], folder)
+            error = _worst(paths, task["prompts"], work / "reference.safetensors")
+    seconds = round(time.perf_counter() - begun, 1)
+    good = error < BAR
+    sentence = f"{verdict.reason}{note}" if good else f"states differ from Hugging Face by {error:.2g}{note}"
+    return {"verdict": "right" if good else "wrong", "error": error, "sentence": sentence, "seconds": seconds}
+
+
+class _engine:
+    """An engine for the back end: vLLM's in a process of its own, or the generator of speculators in this one."""
+
+    def __init__(self, target, module, layer_ids, environment):
+        import os
+
+        os.environ.update(environment)
+        if module.NAME == "speculators":
+            self.host = module.GeneratorHost(str(target.path), max_model_len=512)
+            self.engine = self
+        else:
+            from dataclasses import replace
+
+            from kimi_eagle.extract import configure, engine
+            from kimi_eagle.matrix.reference import CHUNK_TOKENS
+
+            limits = {"max_model_len": 256, "max_batched_tokens": CHUNK_TOKENS, "max_sequences": 8}
+            config = configure.engine_config(target, "extract", **limits, **module.engine_options(layer_ids))
+            config = replace(config, env={**config.env, **environment})
+            self.host = None
+            self.engine = engine.start(config, idle_minutes=5)
+
+    def __enter__(self):
+        return self.engine
+
+    def __exit__(self, *_):
+        if self.host:
+            self.host.close()
+        else:
+            self.engine.down()
+
+    def call(self, method, **arguments):
+        """An engine's call, answered by the generator here."""
+        return getattr(self.host, method)(lambda done, total: None, **arguments)
+
+
+def _worst(paths: dict, prompts: list[list[int]], reference: Path) -> float:
+    """Worst relative L2 error over tokens and layers; infinity where rows, tokens or shapes are not those asked for."""
+    import torch
+    from safetensors.torch import load_file
+
+    expected, worst = load_file(reference), 0.0
+    for index, prompt in enumerate(prompts):
+        found = load_file(paths[str(index)])
+        right, states = expected[str(index)], found["hidden_states"].float()
+        if found["token_ids"].tolist() != prompt or states.shape != right.shape or not torch.isfinite(states).all():
+            return float("inf")
+        worst = max(worst, ((states - right).norm(dim=-1) / right.norm(dim=-1)).max().item())
+    return worst
+
+
+def main() -> None:
+    """Run the cell of the command line; its row is written whatever happens."""
+    work, name, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    cpu = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    try:
+        row = run(work, name, cpu)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        row = {"verdict": "wrong", "error": None, "sentence": f"{type(error).__name__}: {str(error)[:600]}"}
+    out.write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Figures of notebook 03: how skewed the target's tokens are, and what a draft vocabulary covers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from kimi_eagle.plots import style
+from kimi_eagle.vocab_map import TokenCounts, VocabMap
+
+if TYPE_CHECKING:
+    from kimi_eagle.target import Target
+
+
+def frequencies(trained: TokenCounts, chosen: int) -> None:
+    """Count of each answer token by rank, log-log; the line marks where the draft vocabulary ends."""
+    counts = np.sort(trained.counts.numpy())[::-1]
+    counts = counts[counts > 0]
+    fig, axis = style.new()
+    axis.loglog(np.arange(1, len(counts) + 1), counts, color=style.MAIN)
+    axis.axvline(chosen, color=style.OTHER, linestyle="--", label=f"draft vocabulary {chosen:,}")
+    axis.set(
+        xlabel="rank of the token",
+        ylabel="times in the answers",
+        title=f"{len(counts):,} distinct tokens in the answers",
+    )
+    axis.legend()
+    style.show(fig, "Token frequency by rank, log-log")
+
+
+def coverage(table: Sequence[dict[str, float]], chosen: int) -> None:
+    """Share of answer tokens that a draft vocabulary of each size holds: in training answers, and in held-out ones."""
+    frame = pd.DataFrame(table)
+    fig, axis = style.new()
+    for column, color in (("trained", style.QUIET), ("held_out", style.MAIN)):
+        axis.semilogx(
+            frame["draft_vocab_size"], 100 * frame[column], "o-", color=color, label=column.replace("_", "-"), base=2
+        )
+    axis.axvline(chosen, color=style.OTHER, linestyle="--", label=f"chosen: {chosen:,}")
+    axis.set(
+        xlabel="draft vocabulary [tokens]",
+        ylabel="answer tokens covered [%]",
+        title="What is left out can never be drafted",
+    )
+    axis.set_xticks(frame["draft_vocab_size"], [f"{n:,}" for n in frame["draft_vocab_size"]], rotation=45)
+    axis.minorticks_off()
+    axis.legend()
+    style.show(fig, "Coverage of answer tokens against draft vocabulary size")
+
+
+def coverage_table(table: Sequence[dict[str, float]]) -> pd.DataFrame:
+    """The coverage table in percent, by draft vocabulary size."""
+    return 100 * pd.DataFrame(table).set_index("draft_vocab_size").rename(
+        columns={"trained": "trained [%]", "held_out": "held-out [%]"}
+    )
+
+
+def missed(made: VocabMap, held_out: TokenCounts, target: "Target", most: int = 12) -> pd.DataFrame:
+    """The held-out answers' most frequent tokens that the draft vocabulary lacks: each occurrence is a sure rejection."""
+    counts = held_out.counts * ~made.t2d
+    ids = counts.sort(descending=True, stable=True).indices[:most].tolist()
+    rows: list[dict[str, Any]] = [
+        {"id": i, "token": repr(target.tokenizer.decode([i])), "times": int(counts[i])} for i in ids if counts[i]
+    ]
+    return pd.DataFrame(rows, columns=["id", "token", "times"]).set_index("id")

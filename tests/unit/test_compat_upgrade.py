@@ -1,0 +1,63 @@
+"""What changes between two vLLM on disk, and the matrix as text."""
+
+import fake_vllm
+
+from kimi_eagle.compat.upgrade import compare, upgrade_text
+from kimi_eagle.matrix import page
+
+SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+UTILS = "vllm/v1/core/kv_cache_utils.py"
+PLANNING = "vllm/v1/core/kv_cache_planning.py"
+FUNCTION = "def get_kv_cache_config_from_groups(vllm_config, kv_cache_groups):\n    return 1\n"
+CLASS = "class Scheduler:\n    def __init__(self, vllm_config, {extra}log_stats=False):\n        pass\n"
+
+
+def pair(tmp_path):
+    old = fake_vllm.write_site(tmp_path / "old", extra={SCHEDULER: CLASS.format(extra=""), UTILS: FUNCTION})
+    more = {SCHEDULER: CLASS.format(extra="block_size, "), PLANNING: FUNCTION}
+    return old, fake_vllm.write_site(tmp_path / "new", "0.33.0", new=True, extra=more)
+
+
+def test_moved_and_changed_symbols_are_named(tmp_path):
+    old, new = pair(tmp_path)
+    found = {row["symbol"].rpartition("vllm.v1.core.")[2]: row for row in compare(old, new)["symbols"]}
+    assert found["kv_cache_utils.get_kv_cache_config_from_groups"]["change"] == "moved"
+    assert PLANNING in found["kv_cache_utils.get_kv_cache_config_from_groups"]["detail"]
+    assert found["sched.scheduler.Scheduler.__init__"] == {
+        "symbol": "vllm.v1.core.sched.scheduler.Scheduler.__init__", "change": "signature", "detail": "+ block_size",
+    }  # fmt: skip
+    text = upgrade_text(old, new)
+    assert "from vllm 0.16.0 to 0.33.0" in text and "kv_cache_planning.py" in text
+
+
+def test_the_same_files_show_no_change(tmp_path):
+    old, _ = pair(tmp_path)
+    assert {row["change"] for row in compare(old, old)["symbols"]} <= {"same", "gone"}
+    assert {(row["from"] == row["to"]) for row in compare(old, old)["patches"]} == {True}
+
+
+def row(version, target, backend, verdict, error=None):
+    return {
+        "vllm": version,
+        "target": target,
+        "backend": backend,
+        "verdict": verdict,
+        "error": error,
+        "sentence": f"said {backend}",
+    }
+
+
+def test_matrix_table_page_and_faults():
+    rows = [
+        row("0.16.0", "smollm2", "connector", "refused"),
+        row("0.16.0", "smollm2", "hooks", "right", 3e-6),
+        row("0.16.0", "tiny-kimi", "connector", "refused"),
+        row("0.16.0", "tiny-kimi", "hooks", "wrong", 0.3),
+    ]
+    assert "| 0.16.0 | smollm2 | refused | right (3e-06) |  |" in page.table(rows)
+    assert "tiny-kimi, hooks: **wrong**. said hooks" in page.page(rows)
+    assert page.faults(rows) == [
+        "wrong: vLLM 0.16.0, tiny-kimi, hooks: said hooks",
+        "no right cell: vLLM 0.16.0, tiny-kimi",
+    ]
+    assert page.faults(rows[:2]) == []
