@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kimi_eagle import paths
 from kimi_eagle.errors import BadInput, MissingCapability
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def describe(name: str | Path) -> Target:
         from kimi_eagle.made_targets import make
 
         return _from_folder(text, make(text))
-    folder = Path(text).expanduser()
+    folder = paths.resolve(text)
     if folder.is_dir():
         return _from_folder(folder.name, folder)
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):

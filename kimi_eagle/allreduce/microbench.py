@@ -32,6 +32,7 @@ SIZES_KIB = (
 )  # 14 KiB: one Kimi token in bf16; 56 KiB: a verify step of four
 WARMUP, MOST_CALLS, FEWEST_CALLS, BUDGET_S = 5, 200, 10, 1.5
 LIMIT_S = 900.0
+COLUMNS = ["variant", "bytes", "median_us", "p10_us", "p90_us", "minimum_us", "bus_gb_s", "ranks", "backend", "calls"]
 
 
 def measure(
@@ -43,10 +44,10 @@ def measure(
     variants: "torch" (torch.distributed), "torch-graph" (in a CUDA graph), "vllm" and "vllm-graph" (vLLM's communicator). Times
     are of the slowest rank. Raises BadInput for wrong sizes, MissingCapability where GPUs are too few, StageFailed when ranks fail.
     """
-    if ranks < 2 or not sizes_kib or min(sizes_kib) <= 0:
-        raise BadInput(
-            f"an AllReduce needs two ranks or more and positive sizes, not {ranks} ranks and {list(sizes_kib)} KiB."
-        )
+    if ranks == 1:
+        return pd.DataFrame(columns=COLUMNS)  # one rank has no AllReduce: no rows
+    if ranks < 1 or not sizes_kib or min(sizes_kib) <= 0:
+        raise BadInput(f"an AllReduce needs ranks and positive sizes, not {ranks} ranks and {list(sizes_kib)} KiB.")
     known = ("torch", "torch-graph", "vllm", "vllm-graph")
     if unknown := [v for v in variants if v not in known]:
         raise BadInput(f"unknown microbenchmark variants {unknown}: use {', '.join(known)}.")

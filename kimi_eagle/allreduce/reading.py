@@ -134,6 +134,7 @@ def summary(windows: list[Window], results: dict[str, Breakdown]) -> pd.DataFram
             "step_ms": r["wall_us"].mean() / 1000, "plain_step_ms": float(np.mean(w.plain_step_us)) / 1000,
             "share": r["share"].mean(), "share_low": r["share_low"].min(), "share_high": r["share_high"].max(),
             "transfer_share": (r["transfer_us"] / r["wall_us"]).mean(), "waiting_share": (r["waiting_us"] / r["wall_us"]).mean(),
+            "rescaled_share": r["rescaled_share"].mean(),
             "profiled_over_plain": results[w.label].window["profiled_over_plain"],
         })  # fmt: skip
     return pd.DataFrame(rows)
@@ -146,12 +147,12 @@ def figures(windows: list[Window], results: dict[str, Breakdown]) -> tuple[dict[
         calls = results[w.label].calls
         values[w.label] = {
             "tokens": int(row["tokens"]), "steps": int(row["steps"]), "step_us": row["step_ms"] * 1000, "plain_step_us": row["plain_step_ms"] * 1000,
-            "allreduce_share": row["share"], "interval": [row["share_low"], row["share_high"]],
+            "allreduce_share": row["share"], "rescaled_share": row["rescaled_share"], "interval": [row["share_low"], row["share_high"]],
             "waiting_share": _number(row["waiting_share"]), "profiled_over_plain": row["profiled_over_plain"],
             "call_us": _number(calls["us"].median()), "call_transfer_us": _number(calls["transfer_us"].median()),
             "message_bytes": _number(calls["bytes"].median()),
         }  # fmt: skip
-    units = {"tokens": "tokens", "steps": "steps", "step_us": "us", "plain_step_us": "us", "allreduce_share": "share of wall time",
+    units = {"tokens": "tokens", "steps": "steps", "step_us": "us", "plain_step_us": "us", "allreduce_share": "share of wall time", "rescaled_share": "share of a plain step",
              "interval": "share of wall time", "waiting_share": "share of wall time", "profiled_over_plain": "ratio", "call_us": "us",
              "call_transfer_us": "us", "message_bytes": "bytes"}  # fmt: skip
     return {"windows": values}, {"windows": {w.label: units for w in windows}}

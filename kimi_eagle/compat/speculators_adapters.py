@@ -20,10 +20,12 @@ def trusting(original):
 
 
 def decoder_only(original):
+    """SchedulerConfig with `is_encoder_decoder=False`, which vLLM 0.12 and later require and the generator does not give."""
     return lambda *args, **kwargs: original(*args, **{"is_encoder_decoder": False, **kwargs})
 
 
 def no_prefix_caching(original):
+    """CacheConfig without prefix caching: the generator builds no block hasher, and a cached prefix has no states."""
     return lambda *args, **kwargs: original(*args, **{"enable_prefix_caching": False, **kwargs})
 
 
@@ -91,6 +93,8 @@ def _overlay(module, **names):
 
 
 def without_specs(original):
+    """get_kv_cache_config_from_groups that takes, and drops, the argument `kv_cache_specs` of older versions."""
+
     def from_groups(*args, kv_cache_specs=None, **kwargs):
         return original(*args, **kwargs)
 
@@ -98,6 +102,8 @@ def without_specs(original):
 
 
 def with_block_size(original):
+    """Scheduler that takes its block size from the cache configuration, where the generator gives none."""
+
     def scheduler(*args, vllm_config, **kwargs):
         return original(
             *args, **{"vllm_config": vllm_config, "block_size": vllm_config.cache_config.block_size, **kwargs}
@@ -129,6 +135,7 @@ def embedding(original):
 
 
 def as_list(original):
+    """The executor whose single reply (`unique_reply_rank`) comes as a list of one, as the generator indexes it."""
     return lambda self: [original(self)]
 
 
@@ -170,4 +177,5 @@ def whole_groups(lengths: list[int], max_tokens: int, max_rows: int) -> list[lis
 
 
 def model_property(_):
+    """`model` of a multimodal wrapper: the inner language model's, where the generator looks for the layers."""
     return property(bare_model)

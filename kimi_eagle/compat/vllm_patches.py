@@ -1,6 +1,7 @@
 """Patches for vLLM itself."""
 
 import builtins
+import os
 from types import MappingProxyType
 
 from kimi_eagle.compat import wrapper
@@ -10,6 +11,7 @@ from kimi_eagle.compat.source import Source
 
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 DISPATCHER = "vllm.triton_utils.dispatcher"
+CPU_WORKER = "vllm.v1.worker.cpu_worker"
 KIMI = ("vllm.model_executor.models.kimi_k25", "KimiK25ForConditionalGeneration")
 KIMI_VL = ("vllm.model_executor.models.kimi_vl", "KimiVLForConditionalGeneration")
 DEEPSEEK = ("vllm.model_executor.models.deepseek_v2", "DeepseekV2ForCausalLM")
@@ -91,6 +93,31 @@ def _dictionaries_only(_):
     return vars
 
 
+def _preload_probe(source: Source, _) -> Verdict:
+    found = source.find(CPU_WORKER, "CPUWorker.init_device")
+    if found is None:
+        return Verdict(False, "this vLLM has no CPU worker.")
+    if "LD_PRELOAD" in found.text and "raise RuntimeError" in found.text:
+        return Verdict(True, "the CPU worker ends where two libraries are not named in LD_PRELOAD.")
+    return Verdict(False, "the CPU worker does not insist on preloaded libraries.")
+
+
+def _without_preload(original):
+    """`init_device` that finds the names it looks for in LD_PRELOAD while it runs (the loader itself read that at start)."""
+
+    def init_device(self):
+        before = os.environ.get("LD_PRELOAD")
+        os.environ["LD_PRELOAD"] = f"{before or ''} libtcmalloc libiomp"
+        try:
+            return original(self)
+        finally:
+            os.environ.pop("LD_PRELOAD")
+            if before is not None:
+                os.environ["LD_PRELOAD"] = before
+
+    return init_device
+
+
 def _lacks_eagle3(module: str, name: str):
     """Probe: the class neither has nor inherits `set_aux_hidden_state_layers`."""
 
@@ -147,6 +174,19 @@ PATCHES = [
                 known={"cf0abca713ebb42d": "0.32.0 - 0.33.0"},
                 adds=True,
                 leans_on="_rebind_kernels",
+            ),
+        ),
+    ),
+    Patch(
+        id="vllm-cpu-preload",
+        package="vllm",
+        versions=">=0.18,<0.19",
+        symptom="RuntimeError: libtcmalloc is not found in LD_PRELOAD.",
+        cure="the CPU worker starts without the allocator and the OpenMP library that only make it faster.",
+        probe=_preload_probe,
+        changes=(
+            Change(
+                CPU_WORKER, "CPUWorker.init_device", _without_preload, known={"602c1882456eefc6": "0.18.0 - 0.18.1"}
             ),
         ),
     ),

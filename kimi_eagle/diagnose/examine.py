@@ -1,5 +1,6 @@
 """All of the diagnosis at once, for `kimi-eagle doctor`; notebook 00 asks for the parts one by one."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kimi_eagle.diagnose import machine, probes, serving
@@ -11,9 +12,10 @@ def surroundings(*, quick: bool = False) -> list[Row]:
     """The machine and its software. quick: without the probes that import torch and vLLM (about 30 s)."""
     if quick:
         return machine.versions() + machine.room()
-    torch = probes.ask("torch")
+    with ThreadPoolExecutor() as pool:  # the threads only wait for child processes
+        torch, vllm = pool.map(probes.ask, ("torch", "vllm"))
     rows = machine.versions() + machine.cuda(torch) + machine.topology(torch) + machine.room()
-    return rows + machine.platform(probes.ask("vllm"))
+    return rows + machine.platform(vllm)
 
 
 def examine(values: dict[str, Any], *, quick: bool = False) -> list[Row]:

@@ -16,7 +16,7 @@ MARK = "kimi-eagle-probe "
 
 
 def ask(
-    name: str, argument: dict[str, Any] | None = None, timeout: float = 300, env: dict[str, str] | None = None
+    name: str, argument: dict[str, Any] | None = None, timeout: float = 900, env: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """The answer of probe `name`, or {"error": why there is none} where the child died, failed or took over `timeout` seconds."""
     command = [sys.executable, "-m", "kimi_eagle.diagnose.probes", name, json.dumps(argument or {})]
@@ -94,7 +94,7 @@ def backends(target: str, llm: dict[str, Any]) -> dict[str, Any]:
         if hasattr(module, "attn_backend"):
             found["attention"].add(module.attn_backend.get_name())
         method = getattr(module, "quant_method", None)
-        if method is not None:
+        if method is not None and "Embedding" not in type(method).__name__:
             kind = "experts" if "MoE" in type(method).__name__ else "linear"
             found[kind].add(_describe(method, getattr(module, "scheme", None)))
     return {"architecture": type(model).__name__, **{kind: sorted(names) for kind, names in found.items()}}

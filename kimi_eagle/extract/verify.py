@@ -20,6 +20,10 @@ from kimi_eagle.extract import loop
 from kimi_eagle.hidden_store import Store
 from kimi_eagle.target import Target
 
+# Two experts whose routing scores lie closer than this may change places between two correct float32 kernels (states differ by
+# 1e-5); the token's state is then another one, and so is every later state that attends to it. Such a tie ends the comparison of
+# its row for the layers behind it, and is counted.
+ROUTING_TIE = 1e-4
 VOCAB_SLICE = 16384  # columns of lm_head at a time: a Kimi row of 163,840 logits never stands in memory whole
 
 
@@ -92,13 +96,25 @@ def order(plan: loop.Plan, store: Store, extractor: engines.Engine, rows: list[A
 
 
 def hugging_face(target: Target, store: Store, samples: list[str]) -> dict[str, Any]:
-    """Relative L2 error per layer id against transformers' float32 forward, the largest over the samples."""
+    """Relative L2 error per layer id against transformers' float32 forward, the largest over the samples.
+
+    Also the token states that were compared, and the routing ties that ended the comparison of a row (ROUTING_TIE).
+    """
     reference = Reference(target, store.layer_ids)
-    worst = torch.zeros(len(store.layer_ids))
+    worst, compared, ties = [0.0] * len(store.layer_ids), 0, 0
     for name in samples:
         row = store.row(name)
-        worst = torch.maximum(worst, layer_errors(reference.states(row.token_ids), row.hidden_states))
-    return {"relative_l2": dict(zip(map(str, store.layer_ids), worst.tolist(), strict=True)), "rows": len(samples)}
+        states, ends = reference.states(row.token_ids)
+        ties += sum(end < len(row.token_ids) for end in set(ends))
+        for place, end in enumerate(ends):
+            compared += end
+            if end:
+                error = layer_errors(states[:end, place : place + 1], row.hidden_states[:end, place : place + 1])
+                worst[place] = max(worst[place], error.item())
+    return {
+        "relative_l2": dict(zip(map(str, store.layer_ids), worst, strict=True)),
+        "rows": len(samples), "states": compared, "routing_ties": ties,
+    }  # fmt: skip
 
 
 def layer_errors(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -132,6 +148,24 @@ class Reference:
         for k in layer_ids:
             module = base.layers[k] if k < len(base.layers) else base.norm
             module.register_forward_pre_hook(self._keep(k), with_kwargs=True)
+        self.chosen = int(target.text_config.get("num_experts_per_tok") or 0)
+        self.ties: dict[int, int] = {}  # MoE layer -> first position whose routing is a tie
+        for number, layer in enumerate(base.layers):
+            router = getattr(layer.mlp, "gate", None)
+            if self.chosen and getattr(router, "e_score_correction_bias", None) is not None:
+                router.register_forward_pre_hook(self._watch(number))
+
+    def _watch(self, number: int) -> Any:
+        """Routing as DeepSeek-V3 does it: experts by sigmoid score plus correction bias."""
+
+        def hook(router: Any, args: tuple) -> None:
+            logits = args[0].reshape(-1, args[0].shape[-1]).float() @ router.weight.float().T
+            best = (logits.sigmoid() + router.e_score_correction_bias.float()).topk(self.chosen + 1).values
+            close = (best[:, -2] - best[:, -1] < ROUTING_TIE).nonzero()
+            if len(close):
+                self.ties[number] = int(close[0])
+
+        return hook
 
     def _keep(self, k: int) -> Any:
         def hook(module: Any, args: tuple, kwargs: dict) -> None:
@@ -139,11 +173,13 @@ class Reference:
 
         return hook
 
-    def states(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T, S, H] of one prompt."""
+    def states(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """[T, S, H] of one prompt, and per layer id the number of leading tokens that no routing tie has touched."""
+        self.ties.clear()
         with torch.inference_mode():
             self.model(token_ids.long()[None], use_cache=False)
-        return torch.stack([self.seen[k] for k in self.layer_ids], 1)
+        ends = [min([p for n, p in self.ties.items() if n < k], default=len(token_ids)) for k in self.layer_ids]
+        return torch.stack([self.seen[k] for k in self.layer_ids], 1), ends
 
 
 def fits_here(target: Target) -> bool:

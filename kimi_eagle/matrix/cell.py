@@ -4,6 +4,7 @@ WORK is a folder of matrix/reference.py. OUT becomes {verdict: right|refused|wro
 worst relative L2 error of a token's state at any layer, against Hugging Face; `right` is under BAR for every row.
 """
 
+import importlib
 import json
 import sys
 import tempfile
@@ -17,7 +18,6 @@ MLA_ON_CPU = (0, 28)  # first vLLM with multi-head latent attention on a CPU
 def run(work: Path, name: str, environment: dict[str, str]) -> dict:
     """The cell's row; what cannot be right is refused before anything is loaded, anything else that goes wrong is `wrong`."""
     from kimi_eagle import target as targets
-    from kimi_eagle.errors import MissingCapability
     from kimi_eagle.extract import backends
 
     task = json.loads((work / "prompts.json").read_text())
@@ -27,10 +27,10 @@ def run(work: Path, name: str, environment: dict[str, str]) -> dict:
     if target.is_mla and facts.vllm < MLA_ON_CPU:
         environment["VLLM_MLA_DISABLE"] = "1"
         note = " (VLLM_MLA_DISABLE=1: no MLA on a CPU before 0.28)"
-    try:
-        module, verdict = backends.choose(name, target, facts)
-    except MissingCapability as error:
-        return {"verdict": "refused", "error": None, "sentence": str(error)}
+    module = importlib.import_module(f"kimi_eagle.extract.{name}")
+    verdict = module.probe(target, facts)
+    if not verdict.can:
+        return {"verdict": "refused", "error": None, "sentence": verdict.reason}
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         requests = [{"id": str(i), "prompt_token_ids": p} for i, p in enumerate(task["prompts"])]

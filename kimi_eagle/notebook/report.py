@@ -19,15 +19,17 @@ from kimi_eagle.notebook.stage import SCHEMA, write_json
 
 # The figures that the index shows first, by their place in the merged figures; those that a run lacks are left out.
 HEADLINES = {
-    "01_profile_allreduce.allreduce_share": "AllReduce share of a decode step",
-    "02_extract_hidden_states.verification.logprob_mean_abs": "stored states against the engine's log-probs",
-    "03_map_vocabulary.coverage.held_out": "coverage of the draft vocabulary, held out",
-    "05_analyze_acceptance.acceptance.served.length": "acceptance length, served",
+    "00_diagnose_environment.known_answer_right": "the target speaks sense here",
+    "01_profile_allreduce.windows.tokens1.allreduce_share": "AllReduce share of a decode step, one request",
+    "02_extract_hidden_states.states.train.tokens": "tokens whose hidden states were stored",
+    "02_extract_hidden_states.verification.log_prob_difference": "stored states against the engine's log-probs",
+    "03_map_vocabulary.coverage.held_out": "coverage of the draft vocabulary, held-out answers",
+    "05_analyze_acceptance.acceptance.served.length": "acceptance length, served by vLLM",
     "05_analyze_acceptance.acceptance.served.interval": "its 95 % interval",
-    "05_analyze_acceptance.acceptance.simulated.length": "acceptance length, simulated",
-    "05_analyze_acceptance.tokens_per_second.plain": "tokens per second without the head",
-    "05_analyze_acceptance.tokens_per_second.speculative": "tokens per second with the head",
+    "05_analyze_acceptance.acceptance.simulated.length": "acceptance length, simulated from stored states",
     "05_analyze_acceptance.greedy_identical": "served greedy text equal to the plain engine's",
+    "05_analyze_acceptance.tokens_per_second.plain": "tokens per second without the head, one request",
+    "05_analyze_acceptance.tokens_per_second.speculative": "tokens per second with the head, one request",
 }
 ZIPPED = (".html", ".ipynb", ".json", ".log")
 ZIP_FILE_LIMIT = 5 * 2**20  # bytes; larger files are data, not report

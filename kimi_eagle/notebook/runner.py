@@ -43,8 +43,8 @@ def run(job: Plan) -> Path:
         _first_words(job, display)
         try:
             for stage in job.stages:
-                seconds = _run_stage(stage, job, display)
-                clock.note(stage, seconds)
+                clock.note(stage, _run_stage(stage, job, display))
+                report.write(job.folder, job.file.name)  # a long run can be read while it goes on
         finally:
             index = report.write(job.folder, job.file.name)
     return index
@@ -121,29 +121,31 @@ def _execute(spec: dict[str, Any], log: Path, display: progress.Display, timeout
         start_new_session=True,
     )
     lines: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=lambda: [lines.put(line) for line in child.stdout], daemon=True).start()
+    reader = threading.Thread(target=lambda: [lines.put(line) for line in child.stdout], daemon=True)
+    reader.start()
     error: dict[str, str] = {}
     deadline = time.monotonic() + timeout
     try:
         with log.open("w", encoding="utf-8") as file:
-            while child.poll() is None or not lines.empty():
+            while child.poll() is None:
                 if time.monotonic() > deadline:
-                    return 1, {
-                        "name": "Timeout",
-                        "text": f"it was still running after stage_timeout_minutes ({timeout / 60:g})",
-                    }
+                    limit = f"stage_timeout_minutes ({timeout / 60:g})"
+                    return 1, {"name": "Timeout", "text": f"it was still running after {limit}"}
                 with contextlib.suppress(queue.Empty):
-                    error = _take(lines.get(timeout=0.5).decode("utf-8", "replace"), file, display) or error
+                    error = _take(lines.get(timeout=0.5), file, display) or error
                 display.update()
+            reader.join(GRACE_SECONDS)  # a process that outlives the child may hold the pipe open
+            while not lines.empty():
+                error = _take(lines.get(), file, display) or error
         return child.returncode, error
     finally:
         _end(child)
         spec_file.unlink(missing_ok=True)
 
 
-def _take(raw: str, log: Any, display: progress.Display) -> dict[str, str]:
+def _take(raw: bytes, log: Any, display: progress.Display) -> dict[str, str]:
     """One line of the child: to the log, to the display; returns the error that it carries, mostly none."""
-    text = provenance.scrub(raw.rstrip("\n").rsplit("\r", 1)[-1].rstrip())
+    text = provenance.scrub(raw.decode("utf-8", "replace").rstrip("\r\n").rsplit("\r", 1)[-1].rstrip())
     log.write(f"{text}\n")
     log.flush()
     mark, _, rest = text.partition(" ")
@@ -172,6 +174,7 @@ def _end(child: subprocess.Popen) -> None:
             process.kill()
     child.kill()
     child.wait()
+    psutil.wait_procs(family, GRACE_SECONDS)
 
 
 def _environment() -> dict[str, str]:

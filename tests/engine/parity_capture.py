@@ -30,13 +30,14 @@ def main(target: str, head: str, steps: int, out: str) -> None:
 
     def recorded_propose(*args, **kwargs):
         logits.clear()
+        seen = {k: kwargs[k].clone() for k in ("target_positions", "target_hidden_states")}
         drafts = propose(*args, **kwargs)
         indices = kwargs["token_indices_to_sample"]
         last = len(kwargs["target_positions"]) - 1 if indices is None else int(indices[0])
         calls.append(
             {
-                "positions": kwargs["target_positions"].clone(),
-                "states": kwargs["target_hidden_states"].clone(),
+                "positions": seen["target_positions"],
+                "states": seen["target_hidden_states"],
                 "last": last,
                 "next": int(kwargs["next_token_ids"][0]),
                 "drafts": drafts.clone(),

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from kimi_eagle import paths
-from kimi_eagle.notebook import parameters, plan, publish
+from kimi_eagle.notebook import parameters, plan, publish, report
 
 MINUTES = 15
 
@@ -64,3 +64,8 @@ def test_nothing_of_the_machine_is_in_notebooks_pages_results_or_logs(run_folder
 def shape(tree: object) -> object:
     """The names of nested mappings, without their leaves."""
     return {k: shape(v) for k, v in tree.items()} if isinstance(tree, dict) else None
+
+
+def test_the_index_finds_all_its_headlines(run_folder: Path) -> None:
+    figures = dict(report.leaves(json.loads((run_folder / "result.json").read_text())["figures"]))
+    assert not set(report.HEADLINES) - set(figures)

@@ -275,3 +275,16 @@ def test_a_forked_child_has_the_patch_and_answers_with_its_own_process(package):
     (row,) = queue.get(timeout=60)
     child.join()
     assert row["state"] == "applied" and row["pid"] == child.pid != os.getpid()
+
+
+def test_the_preload_names_are_seen_during_the_call_only(monkeypatch):
+    import os
+
+    seen = []
+    start = vllm_patches._without_preload(lambda self: seen.append(os.environ["LD_PRELOAD"]))
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    start(None)
+    assert "libtcmalloc" in seen[0] and "libiomp" in seen[0] and "LD_PRELOAD" not in os.environ
+    monkeypatch.setenv("LD_PRELOAD", "mine.so")
+    start(None)
+    assert seen[1].startswith("mine.so ") and os.environ["LD_PRELOAD"] == "mine.so"

@@ -61,3 +61,34 @@ def test_matrix_table_page_and_faults():
         "no right cell: vLLM 0.16.0, tiny-kimi",
     ]
     assert page.faults(rows[:2]) == []
+
+
+def test_a_cell_is_measured_by_its_worst_row_and_never_passes_on_other_tokens_or_shapes(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    from kimi_eagle.matrix.cell import BAR, _worst
+
+    prompts = [[1, 2, 3], [4, 5]]
+    right = {
+        str(i): torch.randn(len(p), 4, 8, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(prompts)
+    }
+    save_file(right, tmp_path / "reference.safetensors")
+
+    def worst(change):
+        paths = {}
+        for name, states in right.items():
+            found = {"hidden_states": states.clone(), "token_ids": torch.tensor(prompts[int(name)])}
+            change(name, found)
+            paths[name] = str(tmp_path / f"{name}.safetensors")
+            save_file(found, paths[name])
+        return _worst(paths, prompts, tmp_path / "reference.safetensors")
+
+    def scale_one_row(name, found):
+        if name == "1":
+            found["hidden_states"][1, 2] *= 1.5
+
+    assert worst(lambda *_: None) == 0 < BAR
+    assert abs(worst(scale_one_row) - 0.5) < 1e-5
+    assert worst(lambda _, f: f.update(token_ids=f["token_ids"] + 1)) == float("inf")
+    assert worst(lambda _, f: f.update(hidden_states=f["hidden_states"][:, :3].contiguous())) == float("inf")

@@ -26,13 +26,14 @@ def test_two_gloo_ranks_reduce_every_size():
 
 def test_wrong_requests_are_refused_before_ranks_start():
     for ranks, sizes, variants in (
-        (1, (1,), ("torch",)),
+        (0, (1,), ("torch",)),
         (2, (), ("torch",)),
         (2, (0,), ("torch",)),
         (2, (1,), ("mpi",)),
     ):
         with pytest.raises(BadInput):
             microbench.measure(ranks, sizes, variants=variants)
+    assert microbench.measure(1, (1,)).empty and microbench.tries(1, (1,)).empty  # one rank: answered, with no rows
     with pytest.raises(MissingCapability, match="GPU"):
         microbench.measure(2, (1,), variants=("torch-graph",))
 

@@ -1,0 +1,96 @@
+"""States out of a real engine on the toy Kimi: both back ends, resume, and a verification that cannot be fooled."""
+
+import pytest
+import torch
+
+from kimi_eagle import chat, paths
+from kimi_eagle.extract import engine, loop, verify
+from kimi_eagle.extract.configure import engine_config
+from kimi_eagle.target import describe
+
+pytestmark = pytest.mark.timeout(600)
+KIMI = describe("tiny-kimi")
+SMALL = {"max_model_len": 256, "max_batched_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Rows of several lengths, one of them longer than a step's budget of the hooks engine."""
+    prompts = chat.render(KIMI, chat.read_prompts(paths.resolve("data/prompts.jsonl"), 40), 0.5, 200)[:10]
+    return [chat.Answer(p.prompt_id, p.prompt_id, p.split, p.token_ids, len(p.token_ids) // 2, "stop") for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Starts engines in a folder of this module's own, and ends them."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("KIMI_EAGLE_ENGINES", str(tmp_path_factory.mktemp("e")))
+    yield lambda role, **llm: engine.start(engine_config(KIMI, role, **{**SMALL, **llm}), say=lambda _: None)
+    engine.down_all()
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def plain(engines):
+    return engines("plain")
+
+
+def plan_of(backend):
+    return loop.plan(KIMI, [], backend=backend, dtype="float32")
+
+
+@pytest.mark.parametrize("backend", ["connector", "hooks"])
+def test_states_pass_every_check_through_the_wrapper(backend, rows, engines, plain, tmp_path):
+    plan = plan_of(backend)
+    extractor = engines("extract", **plan.engine_options)
+    store = loop.extract(plan, extractor, rows, tmp_path / "states")
+    assert store.check() == [] and sorted(store.sample_ids) == sorted(r.sample_id for r in rows)
+    found = verify.verify(plan, store, plain, extractor, rows, tmp_path / "again", count=6)
+    assert found["right"], found
+    assert max(found["hugging_face"]["relative_l2"].values()) < 1e-4
+    assert found["order"]["max_relative_l2"] < 1e-5 and found["reconstruction"]["mean_abs_nats"] < 1e-3
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "states").glob("shard-*")}
+    loop.extract(plan, extractor, rows, tmp_path / "states")  # all there: nothing is written again
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "states").glob("shard-*")} == before
+    extractor.down()
+
+
+def test_the_check_finds_a_wrong_layer(rows, engines, plain, tmp_path):
+    """T05: the state before the last layer in place of the final one."""
+    plan = plan_of("hooks")
+    extractor = engines("extract", **plan.engine_options)
+    wrong = loop.Plan(KIMI, [2, 4, 5, KIMI.num_layers - 1], "hooks", "", "float32")
+    store = loop.extract(wrong, extractor, rows, tmp_path / "wrong")
+    found = verify.reconstruction(KIMI, store, plain, [r.sample_id for r in rows[:4]])
+    assert found["mean_abs_nats"] > 10 * verify.BARS["float32"].reconstruction
+    extractor.down()
+
+
+def test_without_the_rotary_patch_the_verification_fails(rows, engines, plain, tmp_path):
+    """vLLM's CPU rotary kernel is wrong for MLA's layout: Hugging Face's states show it, and `require` stops the run."""
+    plan = plan_of("connector")
+    config = engine_config(KIMI, "extract", **SMALL, **plan.engine_options)
+    config = engine.EngineConfig(
+        config.role, config.target, config.llm, {**config.env, "KIMI_EAGLE_PATCHES": "vllm-kernel-scan"}
+    )
+    unpatched = engine.start(config, say=lambda _: None)
+    store = loop.extract(plan, unpatched, rows, tmp_path / "unpatched")
+    errors = verify.hugging_face(KIMI, store, [r.sample_id for r in rows[:3]])["relative_l2"]
+    assert max(errors.values()) > 1e-2
+    found = verify.verify(plan, store, plain, unpatched, rows, tmp_path / "again", count=3)
+    assert not found["right"]
+    with pytest.raises(verify.StageFailed, match="not the target's"):
+        verify.require(found)
+    unpatched.down()
+
+
+def test_log_probs_from_states_equal_a_plain_softmax():
+    head = verify.FinalHead(KIMI)
+    states, tokens = torch.randn(5, KIMI.hidden_size), torch.tensor([1, 7, 100, 0, KIMI.vocab_size - 1])
+    normed = torch.nn.functional.rms_norm(states, (KIMI.hidden_size,), head.norm, head.eps)
+    expected = (normed @ head.lm_head.float().T).log_softmax(-1)[torch.arange(5), tokens]
+    assert torch.allclose(head.log_probs(states, tokens), expected, atol=1e-4)
+
+
+def test_other_layers_get_another_store():
+    assert plan_of("hooks").key != loop.Plan(KIMI, [1, 4, 5, 8], "hooks", "", "float32").key
