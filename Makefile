@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 LOCK_INPUTS := environments/cpu.in environments/cpu-overrides.txt pyproject.toml
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: $(READY)  ## the CPU environment in .venv (done by the others when needed)
 
@@ -56,8 +56,11 @@ sweep: $(READY)  ## several, one failure not stopping the rest: make sweep PARAM
 	@[ -n "$(PARAMS)" ] || { echo "make sweep: name parameter files, e.g. make sweep PARAMS='params/*.yaml'"; exit 2; }
 	@$(BIN)/kimi-eagle run $(PARAMS) $(ARGS)
 
-compat: $(READY)  ## which patches the installed vLLM and speculators need
-	@$(BIN)/kimi-eagle compat
+compat: $(READY)  ## every back end on nine vLLM releases, an environment each, resumable; hours (ARGS='--only 0.22.1')
+	@$(BIN)/python -m kimi_eagle.matrix $(ARGS)
+
+compat-reported: $(READY)  ## vLLM 0.16.0 with speculators 0.3.0 in an environment of its own: every break and its patch
+	@$(BIN)/python -m kimi_eagle.matrix --reported
 
 bench: $(READY)  ## step times and forecast of a toy target on this machine, against real vLLM (ARGS: see benchmarks/)
 	$(BIN)/python benchmarks/forecast_h200.py outputs/bench --tiny $(ARGS)
@@ -71,4 +74,4 @@ clean:  ## caches and build files; outputs/ and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 	find kimi_eagle tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help setup demo test lab run sweep compat bench lock clean
+.PHONY: help setup demo test lab run sweep compat compat-reported bench lock clean

@@ -1,7 +1,8 @@
 """Run vLLM with a head and save what its drafter saw and computed: `python parity_capture.py TARGET HEAD STEPS OUT`.
 
 A process of its own, since an engine cannot share one with the tests. Per drafting call: positions and auxiliary states of the
-target's tokens, the index that is drafted from, the next token, and the logits of every draft step.
+target's tokens, the index that is drafted from, the next token, and the logits of every draft step. vLLM loads this project's
+plug-in, which repairs its CPU rotary kernel for the three-dimensional inputs of MLA.
 """
 
 import sys
@@ -11,10 +12,7 @@ import torch
 
 def main(target: str, head: str, steps: int, out: str) -> None:
     from vllm import LLM, SamplingParams
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    # vLLM's CPU rotary kernel is wrong for the three-dimensional inputs of MLA; the plain implementation is the reference
-    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
     llm = LLM(
         model=target,
         skip_tokenizer_init=True,
