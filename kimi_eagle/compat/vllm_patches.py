@@ -12,6 +12,7 @@ from kimi_eagle.compat.source import Source
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 DISPATCHER = "vllm.triton_utils.dispatcher"
 CPU_WORKER = "vllm.v1.worker.cpu_worker"
+OMP = "vllm.utils.ompmultiprocessing"
 KIMI = ("vllm.model_executor.models.kimi_k25", "KimiK25ForConditionalGeneration")
 KIMI_VL = ("vllm.model_executor.models.kimi_vl", "KimiVLForConditionalGeneration")
 DEEPSEEK = ("vllm.model_executor.models.deepseek_v2", "DeepseekV2ForCausalLM")
@@ -118,6 +119,28 @@ def _without_preload(original):
     return init_device
 
 
+def _nobind_probe(source: Source, _) -> Verdict:
+    found = source.find(OMP, "OMPProcessManager._parse_omp_threads_bind_env")
+    if found is None:
+        return Verdict(False, "this vLLM has no OMPProcessManager.")
+    if "range(self.local_world_size)" in found.text and "self.cpu_lists[i]" in found.text:
+        return Verdict(True, "the message about thread binding reads a list per rank, and nobind has none.")
+    return Verdict(False, "the message about thread binding reads only the lists that there are.")
+
+
+def _without_binding(original):
+    """The parser, whose last act is a message: with `nobind` everything is set by the time that fails."""
+
+    def _parse_omp_threads_bind_env(self):
+        try:
+            original(self)
+        except IndexError:
+            if not self.skip_setup:
+                raise
+
+    return _parse_omp_threads_bind_env
+
+
 def _lacks_eagle3(module: str, name: str):
     """Probe: the class neither has nor inherits `set_aux_hidden_state_layers`."""
 
@@ -187,6 +210,22 @@ PATCHES = [
         changes=(
             Change(
                 CPU_WORKER, "CPUWorker.init_device", _without_preload, known={"602c1882456eefc6": "0.18.0 - 0.18.1"}
+            ),
+        ),
+    ),
+    Patch(
+        id="vllm-cpu-nobind",
+        package="vllm",
+        versions=">=0.20,<0.21",
+        symptom="IndexError: list index out of range",
+        cure="VLLM_CPU_OMP_THREADS_BIND=nobind no longer ends in the message about the binding.",
+        probe=_nobind_probe,
+        changes=(
+            Change(
+                OMP,
+                "OMPProcessManager._parse_omp_threads_bind_env",
+                _without_binding,
+                {"3dd3da3a12f1a938": "0.20.0 - 0.20.2"},
             ),
         ),
     ),

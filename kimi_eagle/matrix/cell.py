@@ -6,6 +6,7 @@ worst relative L2 error of a token's state at any layer, against Hugging Face; `
 
 import importlib
 import json
+import re
 import sys
 import tempfile
 import time
@@ -94,6 +95,13 @@ def _worst(paths: dict, prompts: list[list[int]], reference: Path) -> float:
     return worst
 
 
+def _sentence(error: Exception) -> str:
+    """One line of an error: the last line of an engine's log that names an exception, else its first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    named = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return f"{type(error).__name__}: {lines[0]}" + (f" {named[-1]}" if named else "")
+
+
 def main() -> None:
     """Run the cell of the command line; its row is written whatever happens."""
     work, name, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -104,7 +112,7 @@ def main() -> None:
         import traceback
 
         traceback.print_exc()
-        row = {"verdict": "wrong", "error": None, "sentence": f"{type(error).__name__}: {str(error)[:600]}"}
+        row = {"verdict": "wrong", "error": None, "sentence": _sentence(error)}
     out.write_text(json.dumps(row))
 
 
