@@ -110,23 +110,24 @@ def speed(
     max_tokens: int,
     concurrency: int,
     repeats: int = 3,
+    in_turns: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Tokens per second of each engine on the same prompts: the engines take turns, `repeats` times after one warm-up.
+    """Tokens per second of each engine on the same prompts: the engines take turns, `repeats` times after one warm-up
+    (`in_turns` False: one engine after the other, where memory holds one only).
 
     Answers run to exactly `max_tokens`, so that both emit the same number. {name: {median, low, high}, ratio: {...}}, the
     ratio (speculative over plain) pair by pair.
     """
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(repeats + 1):
-        for name, engine in engines.items():
-            results = engine.generate(
-                _requests(prompts), max_tokens=max_tokens, ignore_eos=True, concurrency=concurrency
-            )
-            tokens, seconds = sum(len(r["token_ids"]) for r in results), max(r["seconds"] for r in results)
-            if turn:
-                rates[name].append(tokens / seconds)
-        tell(f"concurrency {concurrency}: turn {turn} of {repeats}")
+    turns = [(turn, name) for turn in range(repeats + 1) for name in engines]
+    for turn, name in turns if in_turns else sorted(turns, key=lambda t: list(engines).index(t[1])):
+        requests = _requests(prompts)
+        results = engines[name].generate(requests, max_tokens=max_tokens, ignore_eos=True, concurrency=concurrency)
+        tokens, seconds = sum(len(r["token_ids"]) for r in results), max(r["seconds"] for r in results)
+        if turn:
+            rates[name].append(tokens / seconds)
+        tell(f"concurrency {concurrency}: {name}, turn {turn} of {repeats}")
     found = {name: _spread(values) for name, values in rates.items()}
     if {"plain", "speculative"} <= engines.keys():
         found["ratio"] = _spread([s / p for s, p in zip(rates["speculative"], rates["plain"], strict=True)])

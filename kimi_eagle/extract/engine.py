@@ -64,13 +64,17 @@ class Running:
 
 
 class Engine:
-    """A handle on a running engine; every call is one exchange over its socket."""
+    """A handle on an engine; every call is one exchange over its socket. `again` starts it where it was ended meanwhile."""
 
-    def __init__(self, folder: Path, progress: Callable[[int, int], None] | None = None):
-        self.folder, self.key, self.progress = folder, folder.name, progress
+    def __init__(
+        self, folder: Path, progress: Callable[[int, int], None] | None = None, again: Callable[[], Any] | None = None
+    ):
+        self.folder, self.key, self.progress, self.again = folder, folder.name, progress, again
 
     def call(self, method: str, **arguments: Any) -> Any:
         """Run one of the host's methods. Progress goes to `self.progress(done, total)`; a failure raises StageFailed."""
+        if self.again and not self.folder.is_dir():
+            self.again()
         with connect(self.folder) as connection:
             connection.send((method, arguments))
             while True:
@@ -110,18 +114,23 @@ def start(
     *,
     idle_minutes: float = 10,
     stay: bool = False,
+    alone: bool = False,
     progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] = print,
 ) -> Engine:
     """Attach to the running engine of this configuration, or start it and wait until it is ready.
 
     It ends after `idle_minutes` without a call, when every process that asked for it is gone (within 30 s, unless `stay`),
-    or by `kimi-eagle engine down`. Raises StageFailed with the log's last lines where loading fails.
+    or by `kimi-eagle engine down`. `alone` ends this user's other engines first, where GPUs hold the target once only; a handle
+    whose engine was ended so starts it again when called. Raises StageFailed with the log's last lines where loading fails.
     """
     folder = paths.engines() / config.key
     _clear_dead(folder)
     if not folder.is_dir():
         check_port(config)
+        for other in running() if alone else []:
+            say(f"engine {other.key} ({other.role}): ended, to make room")
+            end(paths.engines() / other.key)
         folder.mkdir(mode=0o700)
         settings = {**asdict(config), "idle_minutes": idle_minutes, "stay": stay}
         (folder / "config.json").write_text(json.dumps(settings))
@@ -132,7 +141,8 @@ def start(
         register_owner(folder)
         say(f"engine {config.key} ({config.role}, {Path(config.target).name}): attached")
     _wait_ready(folder, say)
-    return Engine(folder, progress)
+    options = {"idle_minutes": idle_minutes, "stay": stay, "alone": alone, "progress": progress, "say": say}
+    return Engine(folder, progress, (lambda: start(config, **options)) if alone else None)
 
 
 def check_port(config: EngineConfig) -> None:
@@ -233,8 +243,7 @@ def _launch(folder: Path, config: EngineConfig) -> None:
         )  # fmt: skip
     state = {"pid": process.pid, "born": birth(process.pid), "started": time.time(), "status": "loading"}
     write_state(folder, **state)
-    global _children
-    _children = [c for c in [*_children, process] if c.poll() is None]  # reaps those that ended
+    _children[:] = [c for c in [*_children, process] if c.poll() is None]  # reaps those that ended
 
 
 _children: list[subprocess.Popen] = []

@@ -34,6 +34,7 @@ def start(cfg: Any, config: engine.EngineConfig) -> engine.Engine:
         config,
         idle_minutes=values.get("idle_minutes", 10),
         stay=values.get("engine_stay", False),
+        alone=not values.get("engines_together", True),
         progress=Progress(config.role),
     )
 

@@ -48,6 +48,16 @@ def test_a_second_asker_attaches_and_down_leaves_nothing(own_engines):
         again.metrics()
 
 
+def test_where_memory_holds_one_engine_a_load_ends_the_other_and_its_handle_brings_it_back(own_engines):
+    request = [{"id": "a", "prompt_token_ids": [5, 6, 7, 8]}]
+    first = engine.start(config(), alone=True, say=lambda _: None)
+    text = first.generate(request, max_tokens=4)[0]["token_ids"]
+    second = engine.start(config(max_sequences=8), alone=True, say=lambda _: None)
+    assert [e.key for e in engine.running()] == [second.key]
+    assert first.generate(request, max_tokens=4)[0]["token_ids"] == text
+    assert [e.key for e in engine.running()] == [first.key]
+
+
 def test_a_killed_kernel_leaves_no_orphan_for_more_than_30_seconds(own_engines):
     code = (
         "import sys, time; from kimi_eagle.extract import engine; sys.path.insert(0, sys.argv[1]); import test_engine as t;"
