@@ -1,10 +1,13 @@
 """Engines as a notebook asks for them: from its checked parameters to a running engine, in one call."""
 
+import time
 from typing import Any
 
 from kimi_eagle.extract import engine
 from kimi_eagle.extract.configure import engine_config
 from kimi_eagle.target import Target
+
+PATIENCE_S = 5.0
 
 
 def options(cfg: Any) -> dict[str, Any]:
@@ -49,20 +52,21 @@ def patches(running: engine.Engine) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """A plain progress bar that leaves few lines in a saved notebook."""
+    """A plain progress bar that leaves few lines in a saved notebook: none for a call that is over within PATIENCE_S."""
 
     def __init__(self, label: str):
-        self.label, self.bar = label, None
+        self.label, self.bar, self.begun = label, None, None
 
     def __call__(self, done: int, total: int) -> None:
-        """Show `done` of `total` requests; a call that is over at once shows nothing."""
+        """Show `done` of `total` requests."""
         from tqdm import tqdm
 
-        if self.bar is None:
-            if done >= total:
-                return
+        self.begun = self.begun or time.monotonic()
+        if self.bar is None and done < total and time.monotonic() - self.begun > PATIENCE_S:
             self.bar = tqdm(total=total, desc=f"{self.label} engine", unit="request", mininterval=5)
-        self.bar.update(done - self.bar.n)
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
         if done >= total:
-            self.bar.close()
-            self.bar = None
+            if self.bar is not None:
+                self.bar.close()
+            self.bar, self.begun = None, None

@@ -1,0 +1,23 @@
+"""The progress of an engine's calls in a saved notebook."""
+
+from kimi_eagle.extract import session
+
+
+def test_a_short_call_leaves_no_line_and_a_long_one_a_bar(capsys, monkeypatch):
+    progress = session.Progress("plain")
+    for done in (0, 3, 8):
+        progress(done, 8)
+    assert capsys.readouterr().err == "" and progress.bar is None
+    monkeypatch.setattr(session, "PATIENCE_S", -1.0)
+    for done in (0, 3, 8):
+        progress(done, 8)
+    assert "8/8" in capsys.readouterr().err and progress.bar is None
+
+
+def test_only_declared_parameters_reach_the_engine():
+    class Cfg:
+        """A stage's parameters, some of them the engine's."""
+
+    cfg = Cfg()
+    cfg.__dict__.update(dtype="bfloat16", engine_port=9000, temperature=0.3)
+    assert session.options(cfg) == {"dtype": "bfloat16", "port": 9000}
