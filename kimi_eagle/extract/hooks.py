@@ -120,8 +120,8 @@ class _Capture:
         for k in layer_ids:
             if k < count:
                 self.handles.append(layers[k].register_forward_pre_hook(self._entering(k), with_kwargs=True))
-            else:
-                self.handles.append(layers[count - 1].register_forward_hook(self._leaving(k)))
+        # Always, also where the final state is not asked for: it is the last layer that ends a request's rows.
+        self.handles.append(layers[count - 1].register_forward_hook(self._leaving(count)))
 
     def begin(self, scheduler_output: Any) -> None:
         """Note what the scheduler sent: request -> (first position, tokens) of this step."""
@@ -156,7 +156,8 @@ class _Capture:
 
     def _leaving(self, k: int) -> Any:
         def hook(module: Any, args: tuple, output: Any) -> None:
-            self._store(k, list(output) if isinstance(output, tuple) else [output])
+            if k in self.layer_ids:
+                self._store(k, list(output) if isinstance(output, tuple) else [output])
             self._finish()
 
         return hook
