@@ -2,12 +2,15 @@
 
     python3 benchmarks/forecast_h200.py OUT [--ks 3,1,5,2,4] [--rates 0.645,0.393,0.24,0.146,0.089] [--budget-s 540]
 
-Acceptance is set by vLLM's synthetic rejection sampler at the rates of a trained head; the forecast is fitted to plain steps alone.
-Each engine lives in a process of its own, k after k until the budget is spent; OUT gets measured.json, forecast.json, engines.log and
-two figures. `--report` makes forecast and figures again from measured.json; `--tiny` is the same on a CPU with a toy target.
+Acceptance is set by vLLM's synthetic rejection sampler at the rates of a trained head. The forecast is fitted to the target's plain
+steps alone. A pass of a Kimi-width head is bound by its reading, so the host's cost is taken as 0, or with `--host` measured first on
+a target that waits for the host (SmolLM2's shape, `small`). Each engine lives in a process of its own, one after the other until the
+budget is spent; OUT gets measured.json, forecast.json, engines.log and two figures. `--report` makes forecast and figures again from measured.json; `--tiny` is the same on a CPU with a toy target.
 
 The target: hidden 7168, MLA, one dense layer and 12 MoE layers of 96 experts (8 chosen), which with bf16 weights is what 141 GB hold.
-Random weights would send every token to the same experts (a random router bias outweighs tiny logits), so `Weights` spreads them.
+Random weights make every token of a request alike: the context's mean outweighs the token, so a request keeps to the same experts
+and the head drafts one token over and over. `Weights` makes embeddings large and drafted tokens random, so that the tokens of a
+verification are as different as those of different requests - real text lies between the two.
 """
 
 import argparse
@@ -29,7 +32,6 @@ H200 = {
     "memory_gb_s": 4800.0,
     "compute_tflops": 400.0,
 }  # NVIDIA's data sheet; half of its dense bf16 rate, where the fit starts
-PASS_US = 600.0  # a pass's own cost: SmolLM2 on this card and vLLM, see kimi_eagle.speedup.published.CONSTANTS
 
 TARGET = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 13,
@@ -41,6 +43,13 @@ TARGET = {
     "max_position_embeddings": 4096, "tie_word_embeddings": False, "attention_bias": False, "num_nextn_predict_layers": 0,
     "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
 }  # fmt: skip
+# SmolLM2-135M's shape: so small that a step waits for the host, which is what it is measured for.
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "intermediate_size": 1536, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False,
+    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
 # On a CPU, vLLM runs no Llama draft beside an MLA target (no common block size): the toy target is a Llama.
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -50,51 +59,63 @@ TINY = {
 }  # fmt: skip
 
 
+SHAPES = {"target": TARGET, "small": SMALL, "tiny": TINY}
+
+
 class Weights:
-    """Worker extension: gives random weights the statistics that make routing and drafting spread over tokens."""
+    """Worker extension: gives random weights, and drafted tokens, the statistics that make routing differ from token to token."""
 
     def spread(self) -> int:
-        """Norms 1, router logits of unit variance without bias, embeddings apart; returns how many tensors changed."""
+        """Norms 1, embeddings and router logits of unit variance, no router bias, drafts random; returns how many tensors changed."""
         import torch
 
-        changed = 0
-        models = [self.model_runner.model]
-        if getattr(self.model_runner, "drafter", None) is not None:
-            models.append(self.model_runner.drafter.model)
+        changed, runner = 0, self.model_runner
+        drafter = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
         with torch.no_grad():
-            for model in models:
+            for model in [runner.model] + ([drafter.model] if drafter else []):
                 for name, tensor in model.named_parameters():
                     if "norm" in name and tensor.dim() == 1:
                         tensor.fill_(1.0)
                     elif name.endswith("gate.weight"):
                         tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
+                    elif name.endswith("embed_tokens.weight"):
+                        tensor.normal_(0.0, 1.0)
                     elif "e_score_correction_bias" in name:
                         tensor.zero_()
                     else:
                         continue
                     changed += 1
+        if drafter:
+            propose, vocabulary = drafter.propose, self.vllm_config.model_config.get_vocab_size()
+
+            def random_tokens(*args, **kwargs):
+                drafted = propose(*args, **kwargs)
+                return drafted.random_(100, vocabulary) if isinstance(drafted, torch.Tensor) else drafted
+
+            drafter.propose = random_tokens
         return changed
 
 
 def draft_config(target: dict) -> dict:
-    """An EAGLE-3 Llama head of the target's width, its whole vocabulary, MLP of 12,288 (as published Kimi drafts have it)."""
-    heads = target["num_attention_heads"]
+    """An EAGLE-3 Llama head of the target's width, its whole vocabulary; at Kimi width an MLP of 12,288, as published drafts have it."""
+    wide, heads = target["hidden_size"] > 1000, target["num_attention_heads"]
     return {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": target["hidden_size"], "num_hidden_layers": 1,
-        "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 128 if target["hidden_size"] > 1000 else 32,
-        "intermediate_size": 12288 if target["hidden_size"] > 1000 else 256, "vocab_size": target["vocab_size"],
-        "draft_vocab_size": target["vocab_size"], "target_hidden_size": target["hidden_size"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
-        "rope_theta": 50000.0, "max_position_embeddings": 4096, "tie_word_embeddings": False, "torch_dtype": target["torch_dtype"],
+        "num_attention_heads": heads, "num_key_value_heads": heads if wide else target["num_key_value_heads"],
+        "head_dim": 128 if wide else target["head_dim"], "intermediate_size": 12288 if wide else target["intermediate_size"],
+        "vocab_size": target["vocab_size"], "draft_vocab_size": target["vocab_size"], "target_hidden_size": target["hidden_size"],
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "torch_dtype": target["torch_dtype"],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, target["num_hidden_layers"] // 2, target["num_hidden_layers"] - 3],
                          "use_aux_hidden_state": True},
     }  # fmt: skip
 
 
-def measure(out: Path, k: int, rates: list[float], tiny: bool) -> None:
-    """One engine: steps of every concurrency, plain (k = 0) or with k drafted tokens; writes kN.json into `out`."""
+def measure(out: Path, shape: str, k: int, rates: list[float]) -> None:
+    """One engine: steps of every concurrency, plain (k = 0) or with k drafted tokens; writes SHAPE-kN.json into `out`."""
     from vllm import LLM
 
-    target = TINY if tiny else TARGET
+    target, tiny = SHAPES[shape], shape == "tiny"
     for name, config in (("target", target), ("draft", draft_config(target))):
         (out / name).mkdir(parents=True, exist_ok=True)
         (out / name / "config.json").write_text(json.dumps(config))
@@ -122,8 +143,16 @@ def measure(out: Path, k: int, rates: list[float], tiny: bool) -> None:
     loaded = time.perf_counter() - begun
     changed = llm.collective_rpc("spread")
     rows = [window(llm, c, k, target["vocab_size"], tiny) for c in sizes]
-    record = {"k": k, "rates": rates[:k], "load_s": loaded, "tensors_spread": changed, "rows": rows, "target": target}
-    (out / f"k{k}.json").write_text(json.dumps(record))
+    record = {
+        "shape": shape,
+        "k": k,
+        "rates": rates[:k],
+        "load_s": loaded,
+        "tensors_spread": changed,
+        "rows": rows,
+        "target": target,
+    }
+    (out / f"{shape}-k{k}.json").write_text(json.dumps(record))
 
 
 def window(llm, concurrency: int, k: int, vocabulary: int, tiny: bool) -> dict:
@@ -162,6 +191,35 @@ def window(llm, concurrency: int, k: int, vocabulary: int, tiny: bool) -> dict:
             "median_us": ordered[len(ordered) // 2], "p10_us": ordered[len(ordered) // 10], "p90_us": ordered[-1 - len(ordered) // 10]}  # fmt: skip
 
 
+def fitted_steps(records: list[dict], free: tuple[str, ...]):
+    """(model, fit's report, head sizes) of one shape, from its plain steps alone."""
+    from kimi_eagle.speedup import Observation, StepModel, calibrate, draft_sizes, fit, target_sizes
+
+    plain = next(r for r in records if r["k"] == 0)
+    target = plain["target"]
+    width = 4.0 if target["torch_dtype"] == "float32" else 2.0
+    seen = [Observation(r["median_us"], r["concurrency"], context=CONTEXT + WARM) for r in plain["rows"]]
+    sizes = target_sizes(target, 1, weight_bytes=width, expert_bits=8 * width)
+    model, fitted = fit(StepModel(sizes, **H200), seen, free)
+    own = draft_config(target)
+    shape = target | {"head_dim": own["head_dim"], "num_key_value_heads": own["num_key_value_heads"]}
+    head = draft_sizes(shape, attention="llama", intermediate=own["intermediate_size"], weight_bytes=width)
+    return calibrate(model, seen), fitted, head
+
+
+def host_cost(records: list[dict]) -> dict[str, float]:
+    """What speculation costs the host, from a target whose step waits for it: microseconds per pass and per step, at one stream.
+
+    A step with k drafts is longer than a plain one by `step_us + k x pass_us` (straight line through the measured k).
+    """
+    import numpy as np
+
+    at = {r["k"]: next(row["median_us"] for row in r["rows"] if row["concurrency"] == 1) for r in records}
+    ks = sorted(k for k in at if k)
+    slope, rest = np.polyfit(ks, [at[k] - at[0] for k in ks], 1)
+    return {"pass_us": float(slope), "step_us": float(rest)}
+
+
 def report(out: Path) -> None:
     """Fit the plain steps, forecast every measured cell, write and print forecast.json, draw the two figures."""
     sys.path.insert(0, str(HERE.parent.parent))
@@ -173,30 +231,15 @@ def report(out: Path) -> None:
 
     from kimi_eagle.plots import forecast as plots
     from kimi_eagle.plots import style
-    from kimi_eagle.speedup import (  # fmt: skip
-        Acceptance,
-        Draft,
-        Observation,
-        StepModel,
-        calibrate,
-        crossings,
-        draft_sizes,
-        fit,
-        forecast,
-        target_sizes,
-    )
+    from kimi_eagle.speedup import Acceptance, Draft, crossings, forecast
 
-    records = json.loads((out / "measured.json").read_text())
+    measured = json.loads((out / "measured.json").read_text())
+    small = [r for r in measured if r["shape"] == "small"]
+    host = host_cost(small) if len(small) > 2 else {"pass_us": 0.0, "step_us": 0.0}
+    records = [r for r in measured if r["shape"] != "small"]
     plain = next(r for r in records if r["k"] == 0)
-    target, width = plain["target"], 4.0 if plain["target"]["torch_dtype"] == "float32" else 2.0
-    seen = [Observation(r["median_us"], r["concurrency"], context=CONTEXT + WARM) for r in plain["rows"]]
-    sizes = target_sizes(target, 1, weight_bytes=width, expert_bits=8 * width)
-    model, fitted = fit(StepModel(sizes, **H200), seen, ("fixed_us", "memory_efficiency", "compute_tflops"))
-    model = calibrate(model, seen)
-    own = draft_config(target)
-    shape = target | {"head_dim": own["head_dim"], "num_key_value_heads": own["num_key_value_heads"]}
-    head = draft_sizes(shape, attention="llama", intermediate=own["intermediate_size"], weight_bytes=width)
-    draft = Draft(head, PASS_US)
+    model, fitted, head = fitted_steps(records, ("fixed_us", "memory_efficiency", "compute_tflops"))
+    draft = Draft(head, max(0.0, host["pass_us"]))
     base = {r["concurrency"]: r["emitted"] / r["seconds"] for r in plain["rows"]}
     rows, rates = [], list(RATES)
     for record in [r for r in records if r["k"]]:
@@ -205,9 +248,9 @@ def report(out: Path) -> None:
         for r in record["rows"]:
             c = r["concurrency"]
             time_us = model.step_us(c * (k + 1), c, CONTEXT + WARM) + draft.draft_us(model, k, c)
-            measured = r["emitted"] / r["seconds"]
-            rows.append({"concurrency": c, "k": k, "measured": measured, "forecast": c * acceptance.length(k) / time_us * 1e6,
-                         "speedup": measured / base[c], "length": r["emitted"] / r["steps"] / c, "step_us": r["median_us"], "forecast_us": time_us})  # fmt: skip
+            found = r["emitted"] / r["seconds"]
+            rows.append({"concurrency": c, "k": k, "measured": found, "forecast": c * acceptance.length(k) / time_us * 1e6,
+                         "speedup": found / base[c], "length": r["emitted"] / r["steps"] / c, "step_us": r["median_us"], "forecast_us": time_us})  # fmt: skip
     if not rows:
         sys.exit("no engine with a draft finished: see engines.log")
     table = pd.DataFrame(rows)
@@ -215,7 +258,7 @@ def report(out: Path) -> None:
     whole = Acceptance(tuple(rates))
     turns = crossings(model, draft, whole, sorted(table["k"].unique()), limit=64)
     summary = {"median_error": float(error.median()), "worst_error": float(error.max()), "cells": len(table), "crossings": turns,
-               "fit": fitted["free"], "fit_rms": fitted["rms"], "pass_us": PASS_US, "rates": rates}  # fmt: skip
+               "fit": fitted["free"], "fit_rms": fitted["rms"], "host": host, "rates": rates}  # fmt: skip
     (out / "forecast.json").write_text(json.dumps({"summary": summary, "rows": rows, "plain": plain["rows"]}, indent=1))
 
     def save(name):
@@ -235,41 +278,32 @@ def report(out: Path) -> None:
     print(json.dumps(summary, default=float))
 
 
-def run_engines(out: Path, ks: list[int], rates: str, budget_s: float, tiny: bool) -> None:
-    """An engine per k, one after the other, while the budget lasts; measured.json holds what is done so far at any time."""
+def run_engines(out: Path, jobs: list[tuple[str, int]], rates: str, budget_s: float) -> None:
+    """An engine per (shape, k), one after the other, while the budget lasts; measured.json holds what is done so far at any time."""
     out.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
            "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), env.get("PYTHONPATH", "")]))
     work, begun, longest = Path(tempfile.mkdtemp()), time.perf_counter(), 0.0
-    for k in ks:
+    for shape, k in jobs:
         left = budget_s - (time.perf_counter() - begun)
         if left < longest:
-            print(f"k = {k}: left out, {left:.0f} s left and an engine took {longest:.0f} s", flush=True)
+            print(f"{shape}, k = {k}: left out, {left:.0f} s left and an engine took {longest:.0f} s", flush=True)
             continue
         at, code = time.perf_counter(), 124
-        command = [
-            sys.executable,
-            str(HERE),
-            str(work),
-            "--one",
-            str(k),
-            "--rates",
-            rates,
-            *(["--tiny"] if tiny else []),
-        ]
+        command = [sys.executable, str(HERE), str(work), "--shape", shape, "--one", str(k), "--rates", rates]
         with (out / "engines.log").open("a") as log:
             try:
                 code = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=left).returncode
             except subprocess.TimeoutExpired:
-                print(f"k = {k}: ended, the budget is spent", flush=True)
+                print(f"{shape}, k = {k}: ended, the budget is spent", flush=True)
         longest = max(longest, time.perf_counter() - at)
-        print(f"k = {k}: exit {code}, {time.perf_counter() - at:.0f} s", flush=True)
+        print(f"{shape}, k = {k}: exit {code}, {time.perf_counter() - at:.0f} s", flush=True)
         if code:
             print("\n".join((out / "engines.log").read_text(errors="replace").splitlines()[-25:]), flush=True)
-            if not k:
+            if not k and shape != "small":
                 sys.exit(1)
-        done = [json.loads(f.read_text()) for f in sorted(work.glob("k*.json"))]
+        done = [json.loads(f.read_text()) for f in sorted(work.glob("*-k*.json"))]
         (out / "measured.json").write_text(json.dumps(done, indent=1))
 
 
@@ -280,16 +314,23 @@ def main() -> None:
     parser.add_argument("--rates", default=",".join(map(str, RATES)))
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument(
+        "--host", action="store_true", help="measure the host's cost of a pass on SmolLM2's shape first"
+    )
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--one", type=int, default=-1)
+    parser.add_argument("--one", type=int, default=-1, help=argparse.SUPPRESS)
+    parser.add_argument("--shape", default="target", help=argparse.SUPPRESS)
     given = parser.parse_args()
     out = given.out.resolve()
     rates = [float(r) for r in given.rates.split(",")]
     if given.one >= 0:
-        measure(out, given.one, rates, given.tiny)
+        measure(out, given.shape, given.one, rates)
         return
     if not given.report:
-        run_engines(out, [0, *map(int, given.ks.split(","))], given.rates, given.budget_s, given.tiny)
+        shape = "tiny" if given.tiny else "target"
+        jobs = [("small", k) for k in (0, 1, 3, 5)] if given.host else []
+        jobs += [(shape, k) for k in (0, *map(int, given.ks.split(",")))]
+        run_engines(out, jobs, given.rates, given.budget_s)
     report(out)
 
 

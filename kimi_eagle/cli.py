@@ -139,6 +139,28 @@ def estimate(file: Annotated[Path, typer.Argument(help="parameter file")], as_js
 
 
 @app.command()
+def rehearse(
+    file: Annotated[Path, typer.Argument(help="parameter file")],
+    keep: Annotated[bool, typer.Option(help="leave the rehearsal's folder in outputs/")] = False,
+) -> None:
+    """Walk a run's real configuration through extraction, training, export and serving in minutes, before the long load.
+
+    A few layers at full width with made-up weights, real tokenizer, back end and ranks. Stops at the first thing that breaks.
+    """
+    import shutil
+
+    from kimi_eagle import paths
+    from kimi_eagle import rehearse as module
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = paths.outputs() / f"{file.stem}.rehearsal"
+    seconds = module.rehearse(_values(file), folder)
+    if not keep:
+        shutil.rmtree(folder)
+    print(f"rehearsal of {file.name}: nothing breaks, {sum(seconds.values()) / 60:.1f} min")
+
+
+@app.command()
 def locate(
     architecture: Annotated[
         str, typer.Argument(help="architecture or class, e.g. KimiK25ForConditionalGeneration")
@@ -168,9 +190,11 @@ def compat(
     """
     if new:
         from kimi_eagle.compat import upgrade
+        from kimi_eagle.extract import backends
 
-        before = None if old == "INSTALLED" else old
-        print(json.dumps(upgrade.compare(before, new), indent=1) if as_json else upgrade.upgrade_text(before, new))
+        found = upgrade.compare(None if old == "INSTALLED" else old, new)
+        found["backends"] = backends.foretold(found["to"])
+        print(json.dumps(found, indent=1) if as_json else upgrade.upgrade_text(found))
         return
     from kimi_eagle import compat as module
 

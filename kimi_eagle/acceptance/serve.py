@@ -11,7 +11,7 @@ from kimi_eagle.chat import Prompt, read_answers
 from kimi_eagle.durable import file_crc32
 from kimi_eagle.eagle3.contract import check_head
 from kimi_eagle.errors import BadInput
-from kimi_eagle.extract.configure import engine_config
+from kimi_eagle.extract.configure import cpu_mla_arguments, engine_config, on_cpu
 from kimi_eagle.extract.engine import Engine, EngineConfig
 from kimi_eagle.target import Target
 
@@ -41,6 +41,8 @@ def speculative_config(target: Target, head: Path, k: int, **options: Any) -> En
     # In the draft's name its content is not seen: the digest makes a retrained head another engine.
     digest = f"{file_crc32(head / 'model.safetensors'):08x}"
     draft = {"method": "eagle3", "model": str(head), "num_speculative_tokens": k}
+    if target.is_mla and on_cpu():  # vLLM chooses the draft's attention anew, whatever the target's was
+        draft |= {k: v for k, v in cpu_mla_arguments().items() if k == "attention_backend"}
     config = engine_config(target, "speculative", speculative_config=draft, **options)
     return EngineConfig(config.role, config.target, config.llm, {**config.env, "KIMI_EAGLE_HEAD": digest}, config.port)
 

@@ -74,9 +74,8 @@ def compare(old: str | Path | None, new: str | Path) -> dict:
     }
 
 
-def upgrade_text(old: str | Path | None, new: str | Path) -> str:
-    """What `kimi-eagle compat --from OLD --to NEW` prints about vLLM itself."""
-    found = compare(old, new)
+def upgrade_text(found: dict) -> str:
+    """What `kimi-eagle compat --from OLD --to NEW` prints: the rows of `compare`, and `backends` where they were added."""
     lines = [f"from vllm {found['from']} to {found['to']}", "patches:"]
     for row in found["patches"]:
         word = {("needed", "not needed"): "falls away", ("not needed", "needed"): "comes in"}.get(
@@ -91,6 +90,9 @@ def upgrade_text(old: str | Path | None, new: str | Path) -> str:
     lines.append("draft heads:")
     for row in found["heads"]:
         lines.append(f"  {row['architecture']}: {_keys(row['from'])} -> {_keys(row['to'])}")
+    if found.get("backends"):
+        lines.append("back end that auto chooses on GPUs:")
+        lines += [f"  {r['target']}: {r['backend']} ({r['reason']})" for r in found["backends"]]
     lines.append(
         "stores: stay valid; vLLM's layer ids mean the same in every release, and a store names target, ids and dtype itself."
     )

@@ -36,11 +36,12 @@ def _flat_rotary(original):
         tokens = positions.numel()
         flat_query = query.reshape(tokens, -1).contiguous()
         flat_key = None if key is None else key.reshape(tokens, -1).contiguous()
-        original(self, positions.flatten(), flat_query, flat_key)
-        # The kernel works in place and callers may rely on it: bring the result back where a copy was made.
-        for given, flat in ((query, flat_query), (key, flat_key)):
-            if given is not None and given.data_ptr() != flat.data_ptr():
-                given.copy_(flat.view(given.shape))
+        turned = original(self, positions.flatten(), flat_query, flat_key)
+        # The kernel works in place and callers may rely on it; what stands there instead (forward_native, say) may return new
+        # tensors. Either way the result is brought back to where the caller's lie.
+        for given, result in zip((query, key), turned, strict=True):
+            if given is not None and given.data_ptr() != result.data_ptr():
+                given.copy_(result.view(given.shape))
         return query, key
 
     return forward_cpu

@@ -44,7 +44,7 @@ def export(
     written = config_json(head.config, reader, dtype, special) | ({"kimi_eagle": note} if note else {})
     tensors = {
         name.replace("layers.0.", LAYER_NAMES[reader]): value.detach().to("cpu", getattr(torch, dtype)).contiguous()
-        for name, value in served_state(head).items()
+        for name, value in head.state_dict().items()
     }
     if head.config.has_map:
         tensors |= map_tensors(head)
@@ -61,15 +61,6 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
-
-
-def served_state(head: Head) -> dict[str, Tensor]:
-    """The head's state_dict as a server needs it: the factors on the auxiliary states folded into fc (linear, so exact)."""
-    state = dict(head.state_dict())
-    if not (head.config.fc_norm or head.config.norm_before_fc):  # a norm takes any factor out again
-        width = head.config.target_hidden_size
-        state["fc.weight"] = state["fc.weight"] * head.aux_scale.repeat_interleave(width)
-    return state
 
 
 def map_tensors(head: Head) -> dict[str, Tensor]:

@@ -71,8 +71,6 @@ class Head(nn.Module):
         self.register_buffer("embedding", embedding, persistent=False)
         offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if d2t is None else d2t.long()
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size) + offsets, persistent=False)
-        # Factor on each auxiliary state while training, so that fc sees them at one size; folded into fc at export.
-        self.register_buffer("aux_scale", torch.ones(config.num_aux), persistent=False)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(fc_input, config.rms_norm_eps)
         if config.fc_norm:
@@ -85,7 +83,6 @@ class Head(nn.Module):
 
     def combine(self, aux: Tensor) -> Tensor:
         """Auxiliary states [N, A, Ht] -> state of step 0, [N, H]."""
-        aux = aux * self.aux_scale[:, None].to(aux.dtype)
         if self.config.fc_norm:
             aux = torch.stack([norm(a) for norm, a in zip(self.fc_norm, aux.unbind(1), strict=True)], dim=1)
         flat = aux.flatten(1)

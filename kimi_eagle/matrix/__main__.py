@@ -89,7 +89,7 @@ def _cell(python: Path, work: Path, backend: str) -> dict:
             return {
                 "verdict": "wrong",
                 "error": None,
-                "sentence": f"the cell's process ended without an answer ({log.name})",
+                "sentence": f"the cell's process ended without an answer ({backend}.log)",
             }
         return json.loads(out.read_text())
 

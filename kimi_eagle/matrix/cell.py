@@ -96,10 +96,11 @@ def _worst(paths: dict, prompts: list[list[int]], reference: Path) -> float:
 
 
 def _sentence(error: Exception) -> str:
-    """One line of an error: the last line of an engine's log that names an exception, else its first line."""
+    """One line of an error: the last line of an engine's log that names an exception, else its first line; no folders of here."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     named = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return f"{type(error).__name__}: {lines[0]}" + (f" {named[-1]}" if named else "")
+    text = f"{type(error).__name__}: {lines[0]}" + (f" {named[-1]}" if named else "")
+    return re.sub(r"(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
 
 
 def main() -> None:

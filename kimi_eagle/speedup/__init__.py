@@ -1,25 +1,34 @@
 """Is a draft worth training on this box? Step time as a function of the tokens in a step, times acceptance, per concurrency.
 
 `sizes` says what a step must read and compute, `curve` what an AllReduce costs, `step` makes a step-time model of both and fits
-it to measured steps, `forecast` turns it into tokens per second, the best k, the crossover and the needed acceptance length,
+it to measured steps, `outlook` turns it into tokens per second, the best k, the crossover and the needed acceptance length,
 `published` holds figures of others with their sources. Nothing here imports an engine.
 """
 
-from kimi_eagle.speedup.curve import Curve
-from kimi_eagle.speedup.forecast import (
-    Acceptance,
-    best,
-    crossings,
-    crossover,
-    faster_allreduce,
-    forecast,
-    needed_length,
-    what_if,
-)
-from kimi_eagle.speedup.sizes import KIMI_K2, Sizes, draft_sizes, target_sizes
-from kimi_eagle.speedup.step import Draft, Observation, StepModel, calibrate, fit
+import importlib
+from typing import Any
 
-__all__ = [
-    "KIMI_K2", "Acceptance", "Curve", "Draft", "Observation", "Sizes", "StepModel", "best", "calibrate", "crossings", "crossover",
-    "draft_sizes", "faster_allreduce", "fit", "forecast", "needed_length", "target_sizes", "what_if",
-]  # fmt: skip
+# Loaded when asked for: `kimi-eagle estimate` needs the sizes alone, and pandas takes a second.
+_HOMES = {
+    "curve": ("Curve",),
+    "sizes": ("KIMI_K2", "Sizes", "draft_sizes", "target_sizes"),
+    "step": ("Draft", "Observation", "StepModel", "calibrate", "fit"),
+    "outlook": (
+        "Acceptance",
+        "best",
+        "crossings",
+        "crossover",
+        "faster_allreduce",
+        "forecast",
+        "needed_length",
+        "what_if",
+    ),
+}
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"kimi_eagle.speedup.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from kimi_eagle.speedup.curve import Curve
-from kimi_eagle.speedup.forecast import Acceptance
+from kimi_eagle.speedup.outlook import Acceptance
 from kimi_eagle.speedup.sizes import KIMI_K2, draft_sizes, target_sizes
 from kimi_eagle.speedup.step import Draft, Observation, StepModel, fit
 

@@ -73,8 +73,9 @@ class StepModel:
 class Draft:
     """A draft's own cost: k passes, the first over the k + 1 tokens of the last verification, the others over one token each.
 
-    pass_us: what a pass costs beyond its reading, computing and exchanging (launches, sampling, preparing the next pass); what a
-    step costs per request, a pass costs too.
+    pass_us: what the host spends on a pass (launches, sampling, preparing the next one), a step's cost per request on top. The
+    host works ahead of the GPU, so a pass takes the longer of the two, not their sum: a 135M head waits for its launches, a
+    Kimi-width one hides them under its reading.
     """
 
     sizes: Sizes
@@ -84,8 +85,10 @@ class Draft:
         """Microseconds of drafting k tokens for each of `sequences` requests on the box of `model`."""
         if k < 1:
             return 0.0
-        plain = replace(model, sizes=self.sizes, fixed_us=self.pass_us, residuals=())
-        return plain.step_us(sequences * (k + 1), sequences) + (k - 1) * plain.step_us(sequences)
+        plain = replace(model, sizes=self.sizes, fixed_us=0.0, per_sequence_us=0.0, residuals=())
+        first, later = plain.step_us(sequences * (k + 1), sequences), plain.step_us(sequences)
+        host = self.pass_us + model.per_sequence_us * sequences
+        return max(host, first) + (k - 1) * max(host, later)
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,29 @@ target's tokens, the index that is drafted from, the next token, and the logits 
 plug-in, which repairs its CPU rotary kernel for the three-dimensional inputs of MLA.
 """
 
+import json
 import sys
+from pathlib import Path
 
 import torch
+
+from kimi_eagle.extract.configure import cpu_mla_arguments
 
 
 def main(target: str, head: str, steps: int, out: str) -> None:
     from vllm import LLM, SamplingParams
 
+    latent = "kv_lora_rank" in json.loads((Path(target) / "config.json").read_text())
+    same = {k: v for k, v in cpu_mla_arguments().items() if latent and k == "attention_backend"}
     llm = LLM(
         model=target,
+        **(cpu_mla_arguments() if latent else {}),
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
         max_model_len=64,
         enable_prefix_caching=False,
-        speculative_config={"method": "eagle3", "model": head, "num_speculative_tokens": steps},
+        speculative_config={"method": "eagle3", "model": head, "num_speculative_tokens": steps, **same},
     )
     drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
     calls, logits = [], []

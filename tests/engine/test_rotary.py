@@ -76,3 +76,15 @@ def test_the_proof_that_workers_run_sees_the_fault(rope):
     compat.apply(PATCH)
     assert rotary_error() < 1e-5
     assert compat.check([PATCH])[0]["state"] == "applied"
+
+
+def test_what_stands_in_the_kernels_place_may_return_new_tensors(rope):
+    """Someone sets forward_cpu = forward_native: the patch around it must not lose the rotation."""
+    from kimi_eagle.compat.vllm_patches import _flat_rotary
+
+    around = _flat_rotary(type(rope).forward_native)
+    positions = torch.arange(TOKENS) + 3
+    for query, key in layouts().values():
+        right = rope.forward_native(positions, query.clone(), None if key is None else key.clone())
+        got = around(rope, positions, query.clone(), None if key is None else key.clone())
+        assert all(torch.allclose(g, r, atol=1e-6) for g, r in zip(got, right, strict=True) if r is not None)

@@ -11,11 +11,13 @@ PROMPTS = [list(range(10, 15)), list(range(300, 321)), list(range(900, 940))]
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams
 
+    from kimi_eagle.extract.configure import cpu_mla_arguments
     from kimi_eagle.tiny_kimi import ENGINE_ARGUMENTS
 
     llm = LLM(
         sys.argv[1],
         **ENGINE_ARGUMENTS,
+        **cpu_mla_arguments(),
         tensor_parallel_size=int(sys.argv[2]),
         enforce_eager=True,
         max_model_len=256,

@@ -5,9 +5,12 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kimi_eagle import compat, tiny_kimi
+from kimi_eagle import target as targets
 from kimi_eagle.errors import BadInput
+from kimi_eagle.extract import configure, engine, speculators
 from kimi_eagle.extract.speculators import GENERATOR, GeneratorHost
 
 LENGTHS = (90, 90, 90, 90, 1, 40)  # more than one step of 256 tokens takes
@@ -88,3 +91,19 @@ def test_the_patches_are_in_the_spawned_worker(host):
         "vllm-cpu-rotary",
     ):
         assert found[patch_id]["state"] == "applied" and found[patch_id]["pid"] != os.getpid()
+
+
+def test_an_engine_of_this_back_end_is_a_child_process_like_any_other(host, checkpoint, prompts, tmp_path):
+    target, ids = targets.describe(checkpoint), [2, 5, 8]
+    options = speculators.engine_options(ids)
+    running = engine.start(configure.engine_config(target, "extract", max_model_len=256, **options), idle_minutes=5)
+    try:
+        assert running.call("describe")["speculators"] == "0.3.0"
+        requests = [{"id": f"r{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
+        paths = speculators.run(running, requests, ids, str(tmp_path))
+        for index, (prompt, alone) in enumerate(zip(prompts, host.states(prompts, ids), strict=True)):
+            found = load_file(paths[f"r{index}"])
+            assert found["token_ids"].tolist() == prompt
+            assert error(found["hidden_states"], alone) < 1e-4
+    finally:
+        running.down()

@@ -76,3 +76,14 @@ def test_a_cpu_build_is_told_from_a_cuda_build_by_what_is_installed(monkeypatch,
 
     monkeypatch.setattr(configure, "version", version)
     assert configure.on_cpu() is cpu
+
+
+def test_the_back_end_of_another_release_is_foretold_per_kind_of_target():
+    def chosen(version):
+        return {row["target"]: row["backend"] for row in backends.foretold(version)}
+
+    assert chosen("0.16.0") == {"Kimi-K2.5": "hooks", "a Llama target": "hooks"}
+    assert chosen("0.20.2") == {"Kimi-K2.5": "hooks", "a Llama target": "connector"}
+    assert chosen("0.23.0") == {"Kimi-K2.5": "hooks", "a Llama target": "hooks"}, "chunked prompts lose rows"
+    assert chosen("0.33.0+cpu") == {"Kimi-K2.5": "connector", "a Llama target": "connector"}
+    assert all(row["reason"] for row in backends.foretold("0.12.0")) and set(chosen("0.12.0").values()) == {"none"}

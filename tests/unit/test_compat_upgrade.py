@@ -26,7 +26,7 @@ def test_moved_and_changed_symbols_are_named(tmp_path):
     assert found["sched.scheduler.Scheduler.__init__"] == {
         "symbol": "vllm.v1.core.sched.scheduler.Scheduler.__init__", "change": "signature", "detail": "+ block_size",
     }  # fmt: skip
-    text = upgrade_text(old, new)
+    text = upgrade_text(compare(old, new))
     assert "from vllm 0.16.0 to 0.33.0" in text and "kv_cache_planning.py" in text
 
 
@@ -92,3 +92,12 @@ def test_a_cell_is_measured_by_its_worst_row_and_never_passes_on_other_tokens_or
     assert abs(worst(scale_one_row) - 0.5) < 1e-5
     assert worst(lambda _, f: f.update(token_ids=f["token_ids"] + 1)) == float("inf")
     assert worst(lambda _, f: f.update(hidden_states=f["hidden_states"][:, :3].contiguous())) == float("inf")
+
+
+def test_a_cells_sentence_names_the_exception_and_no_folder_of_the_machine():
+    from kimi_eagle.matrix.cell import _sentence
+
+    error = RuntimeError(
+        "engine ended, see /srv/someone/.cache/kimi_eagle/log.txt\nstuff\nValueError: /opt/a-b/x.py is odd"
+    )
+    assert _sentence(error) == "RuntimeError: engine ended, see log.txt ValueError: x.py is odd"

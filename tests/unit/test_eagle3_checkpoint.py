@@ -63,16 +63,6 @@ def test_what_is_exported_is_sound_and_computes_the_same_after_loading(exported)
     torch.testing.assert_close(one.hidden, two.hidden)
 
 
-def test_factors_on_the_states_are_folded_into_fc(tmp_path):
-    head = toy_head(toy_config())
-    head.aux_scale.copy_(torch.tensor([2.0, 0.5, 0.1]))
-    again = checkpoint.load(checkpoint.export(head, tmp_path / "head", toy_target(head)), toy_target(head))
-    assert again.aux_scale.tolist() == [1.0, 1.0, 1.0]
-    aux = torch.randn(6, 3, 16)
-    torch.testing.assert_close(again.combine(aux), head.combine(aux), rtol=1e-5, atol=1e-5)
-    assert (again.combine(aux) - again.combine(aux * 2)).abs().max() > 0.1
-
-
 def test_names_keys_and_dtypes_are_what_vllm_reads(exported):
     folder, head = exported
     written, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
