@@ -28,10 +28,7 @@ PLAIN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 # The published pooled rates of a Kimi draft at positions 1-3 (kimi-k26-v4.md); 4 and 5 keep the last conditional rate, 0.61.
 RATES = (0.645, 0.393, 0.240, 0.146, 0.089)
 CONTEXT, WARM = 32, 6
-H200 = {
-    "memory_gb_s": 4800.0,
-    "compute_tflops": 400.0,
-}  # NVIDIA's data sheet; half of its dense bf16 rate, where the fit starts
+
 
 TARGET = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 13,
@@ -151,6 +148,8 @@ def measure(out: Path, shape: str, k: int, rates: list[float]) -> None:
         "tensors_spread": changed,
         "rows": rows,
         "target": target,
+        "draft": draft_config(target),
+        "context": CONTEXT + WARM,
     }
     (out / f"{shape}-k{k}.json").write_text(json.dumps(record))
 
@@ -191,75 +190,28 @@ def window(llm, concurrency: int, k: int, vocabulary: int, tiny: bool) -> dict:
             "median_us": ordered[len(ordered) // 2], "p10_us": ordered[len(ordered) // 10], "p90_us": ordered[-1 - len(ordered) // 10]}  # fmt: skip
 
 
-def fitted_steps(records: list[dict], free: tuple[str, ...]):
-    """(model, fit's report, head sizes) of one shape, from its plain steps alone."""
-    from kimi_eagle.speedup import Observation, StepModel, calibrate, draft_sizes, fit, target_sizes
-
-    plain = next(r for r in records if r["k"] == 0)
-    target = plain["target"]
-    width = 4.0 if target["torch_dtype"] == "float32" else 2.0
-    seen = [Observation(r["median_us"], r["concurrency"], context=CONTEXT + WARM) for r in plain["rows"]]
-    sizes = target_sizes(target, 1, weight_bytes=width, expert_bits=8 * width)
-    model, fitted = fit(StepModel(sizes, **H200), seen, free)
-    own = draft_config(target)
-    shape = target | {"head_dim": own["head_dim"], "num_key_value_heads": own["num_key_value_heads"]}
-    head = draft_sizes(shape, attention="llama", intermediate=own["intermediate_size"], weight_bytes=width)
-    return calibrate(model, seen), fitted, head
-
-
-def host_cost(records: list[dict]) -> dict[str, float]:
-    """What speculation costs the host, from a target whose step waits for it: microseconds per pass and per step, at one stream.
-
-    A step with k drafts is longer than a plain one by `step_us + k x pass_us` (straight line through the measured k).
-    """
-    import numpy as np
-
-    at = {r["k"]: next(row["median_us"] for row in r["rows"] if row["concurrency"] == 1) for r in records}
-    ks = sorted(k for k in at if k)
-    slope, rest = np.polyfit(ks, [at[k] - at[0] for k in ks], 1)
-    return {"pass_us": float(slope), "step_us": float(rest)}
-
-
 def report(out: Path) -> None:
-    """Fit the plain steps, forecast every measured cell, write and print forecast.json, draw the two figures."""
+    """Hold the forecast against measured.json: print and write forecast.json, draw the two figures."""
     sys.path.insert(0, str(HERE.parent.parent))
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import pandas as pd
 
     from kimi_eagle.plots import forecast as plots
     from kimi_eagle.plots import style
-    from kimi_eagle.speedup import Acceptance, Draft, crossings, forecast
+    from kimi_eagle.speedup import crossings, forecast
+    from kimi_eagle.speedup.kimi_width import hold_against
 
-    measured = json.loads((out / "measured.json").read_text())
-    small = [r for r in measured if r["shape"] == "small"]
-    host = host_cost(small) if len(small) > 2 else {"pass_us": 0.0, "step_us": 0.0}
-    records = [r for r in measured if r["shape"] != "small"]
-    plain = next(r for r in records if r["k"] == 0)
-    model, fitted, head = fitted_steps(records, ("fixed_us", "memory_efficiency", "compute_tflops"))
-    draft = Draft(head, max(0.0, host["pass_us"]))
-    base = {r["concurrency"]: r["emitted"] / r["seconds"] for r in plain["rows"]}
-    rows, rates = [], list(RATES)
-    for record in [r for r in records if r["k"]]:
-        k, rates = record["k"], record["rates"] if record["k"] >= len(rates) else rates
-        acceptance = Acceptance(tuple(record["rates"]))
-        for r in record["rows"]:
-            c = r["concurrency"]
-            time_us = model.step_us(c * (k + 1), c, CONTEXT + WARM) + draft.draft_us(model, k, c)
-            found = r["emitted"] / r["seconds"]
-            rows.append({"concurrency": c, "k": k, "measured": found, "forecast": c * acceptance.length(k) / time_us * 1e6,
-                         "speedup": found / base[c], "length": r["emitted"] / r["steps"] / c, "step_us": r["median_us"], "forecast_us": time_us})  # fmt: skip
-    if not rows:
+    case = hold_against(json.loads((out / "measured.json").read_text()))
+    table = case.table
+    if table.empty:
         sys.exit("no engine with a draft finished: see engines.log")
-    table = pd.DataFrame(rows)
-    error = (table["forecast"] / table["measured"] - 1).abs()
-    whole = Acceptance(tuple(rates))
-    turns = crossings(model, draft, whole, sorted(table["k"].unique()), limit=64)
-    summary = {"median_error": float(error.median()), "worst_error": float(error.max()), "cells": len(table), "crossings": turns,
-               "fit": fitted["free"], "fit_rms": fitted["rms"], "host": host, "rates": rates}  # fmt: skip
-    (out / "forecast.json").write_text(json.dumps({"summary": summary, "rows": rows, "plain": plain["rows"]}, indent=1))
+    ks, concurrency = sorted(table["k"].unique()), sorted(table["concurrency"].unique())
+    middle = ks[len(ks) // 2]
+    turns = crossings(case.model, case.draft, case.acceptance, (middle,), limit=64)
+    rows = json.loads(table.to_json(orient="records"))
+    (out / "forecast.json").write_text(json.dumps({"summary": case.report, "crossings": turns, "rows": rows}, indent=1))
 
     def save(name):
         def keep(fig, alt=""):
@@ -268,14 +220,13 @@ def report(out: Path) -> None:
 
         return keep
 
-    concurrency, ks = sorted(table["concurrency"].unique()), sorted(table["k"].unique())
-    ahead = forecast(model, draft, whole, concurrency, ks, step_error=fitted["rms"])
+    ahead = forecast(case.model, case.draft, case.acceptance, concurrency, ks, step_error=case.report["fit_rms"])
     style.show = save("forecast_speedup.png")
-    plots.speedup(ahead, turns, table, title="One H200, Kimi width: forecast (lines) and measured (points)")
+    plots.speedup(ahead, turns, table, title="Kimi width: forecast (lines) and measured (points)")
     style.show = save("forecast.png")
-    plots.measured(table, title="One H200, Kimi width")
-    print(table.assign(error=table["forecast"] / table["measured"] - 1).round(3).to_string())
-    print(json.dumps(summary, default=float))
+    plots.measured(table, title="Kimi width")
+    print(table.round(3).to_string())
+    print(json.dumps(case.report, default=float))
 
 
 def run_engines(out: Path, jobs: list[tuple[str, int]], rates: str, budget_s: float) -> None:

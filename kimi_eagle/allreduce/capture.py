@@ -61,6 +61,7 @@ def start_engine(
         raise MissingCapability(
             "CUDA graphs were asked for, and this vLLM is a CPU build: set profile_graphs to False."
         )
+    llm["worker_extension_cls"] = "kimi_eagle.allreduce.profile_worker.TraceOnly"
     if communicator == "gloo":
         if not on_cpu():
             raise BadInput("profile_communicator gloo: only the CPU back end can be kept on gloo; use auto.")
@@ -96,6 +97,7 @@ def capture(
     shutil.rmtree(raw, ignore_errors=True)
     raw.mkdir(parents=True)
     engine.call("start_profile")
+    engine.rpc("kimi_eagle_trace_only")
     try:
         engine.generate(requests, max_tokens=length, ignore_eos=True)
     finally:

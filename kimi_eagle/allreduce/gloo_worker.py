@@ -6,6 +6,8 @@ without it, through gloo. The module is imported in every worker before its proc
 
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+from kimi_eagle.allreduce.profile_worker import TraceOnly
+
 
 def _use_gloo() -> None:
     asked = "_all_group_ranks_share_shm_group_name"
@@ -13,7 +15,7 @@ def _use_gloo() -> None:
         setattr(CpuCommunicator, asked, lambda self: False)
 
 
-class GlooAllReduce:
+class GlooAllReduce(TraceOnly):
     """Mixed into vLLM's worker by name; what it changes happens when its module is imported."""
 
 

@@ -7,6 +7,7 @@ Attention runs over the T keys of step 0 and, per later step of a chain, one key
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -187,36 +188,45 @@ def attend(
     return out.reshape(M, -1)
 
 
-def attend_flex(
-    q: Tensor,
-    base: tuple[Tensor, Tensor],
-    own: Sequence[tuple[Tensor, Tensor]],
-    documents: Tensor,
-    origins: Tensor,
-    scale: float,
-) -> Tensor:
-    """`attend` through PyTorch's flex attention, which never holds an M x T matrix: for long rows on a GPU.
+def row_mask(documents: Tensor, origins: Tensor) -> Any:
+    """Flex attention's block mask [M, T] of a row: an origin sees its own document up to itself. Made once a row, for all steps."""
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    The chains' own keys stand behind the row's, step after step, and the mask lets chain m see the m-th of each. documents
-    [T] and origins [M] say which of the row's keys a chain sees. Compiled once per shape: keep M and T fixed.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    T, M = len(documents), len(q)
     of_origin = documents[origins]
 
     def seen(_batch: Tensor, _head: Tensor, m: Tensor, key: Tensor) -> Tensor:
-        at = key.clamp(max=T - 1)
-        in_row = (key < T) & (documents[at] == of_origin[m]) & (at <= origins[m])
-        return in_row | ((key >= T) & ((key - T) % M == m))
+        return (documents[key] == of_origin[m]) & (key <= origins[m])
 
-    k, v = (torch.cat([b, *later]) for b, later in zip(base, zip(*own, strict=True) if own else ((), ()), strict=True))
-    on_gpu = q.is_cuda
-    mask = create_block_mask(seen, None, None, M, len(k), device=q.device, _compile=on_gpu)
-    run = _compiled(flex_attention) if on_gpu else flex_attention
-    grouped = [x.transpose(0, 1)[None] for x in (q, k.to(q.dtype), v.to(q.dtype))]  # [1, heads, N, D]
-    out = run(*grouped, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out[0].transpose(0, 1).flatten(1)
+    on_gpu = documents.is_cuda
+    return create_block_mask(seen, None, None, len(origins), len(documents), device=documents.device, _compile=on_gpu)
+
+
+def attend_flex(
+    q: Tensor, base: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], mask: Any, scale: float
+) -> Tensor:
+    """`attend` with PyTorch's flex attention over step 0's keys, which never holds an M x T matrix: for long rows on a GPU.
+
+    `mask` from `row_mask`. The chains' own keys are one score each, joined to the rest by its log-sum-exp, so that every step runs
+    the same kernel on the same shapes: compiled once.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    run = _compiled(flex_attention) if q.is_cuda else flex_attention
+    k0, v0 = (x.to(q.dtype) for x in base)
+    grouped = [x.transpose(0, 1)[None] for x in (q, k0, v0)]  # [1, heads, N, D]
+    enable = q.shape[1] != k0.shape[1]
+    out, lse = run(*grouped, block_mask=mask, scale=scale, enable_gqa=enable, return_lse=True)
+    out, lse = out[0].transpose(0, 1), lse[0].T  # [M, h, Dv], [M, h]
+    if not own:
+        return out.flatten(1)
+    per_group = q.unflatten(1, (k0.shape[1], -1))  # [M, g, h/g, D]
+    # One key a chain: a product and a sum; as a batched matrix product of one column each it is ten times slower on a GPU.
+    scores = [(per_group * k.to(q.dtype)[:, :, None]).sum(-1, dtype=torch.float32).flatten(1) * scale for k, _ in own]
+    weights = torch.stack([lse.float(), *scores], dim=-1).softmax(-1).to(out.dtype)  # [M, h, 1 + steps]
+    joined = out * weights[..., :1]
+    for i, (_, v) in enumerate(own, 1):
+        joined = joined + weights[..., i : i + 1] * v.to(out.dtype).repeat_interleave(per_group.shape[2], dim=1)
+    return joined.flatten(1)
 
 
 @cache

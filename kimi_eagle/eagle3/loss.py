@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 LK_ETA = 3.0  # the value arXiv 2602.23881 found best
 SLICE = 256  # positions whose logits exist at once
+GPU_SLICE_BYTES = (
+    256 << 20
+)  # on a GPU as many positions as fit into this: large products, few sums into the weight's gradient
 
 
 def kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -105,8 +108,9 @@ class _Sliced(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=kept_dtype) if ctx.needs_input_grad[1] else None
         total = hidden.new_zeros((), dtype=torch.float64)  # a sum over up to millions of positions
-        for begin in range(0, len(hidden), SLICE):
-            part = slice(begin, begin + SLICE)
+        size = max(SLICE, GPU_SLICE_BYTES // (4 * len(weight))) if hidden.is_cuda else SLICE
+        for begin in range(0, len(hidden), size):
+            part = slice(begin, begin + size)
             with torch.no_grad():
                 log_p = log_p_of(part)
                 logits = (hidden[part] @ weight.T).float()

@@ -18,7 +18,7 @@ where accepted positions are rewritten with the target's states and only the cur
 import torch
 from torch import Tensor, nn
 
-from kimi_eagle.eagle3.attention import LlamaAttention, MlaAttention, RMSNorm, attend, attend_flex
+from kimi_eagle.eagle3.attention import LlamaAttention, MlaAttention, RMSNorm, attend, attend_flex, row_mask
 from kimi_eagle.eagle3.config import HeadConfig
 
 
@@ -106,12 +106,14 @@ class Chain:
         """Step 0. aux [T, A, Ht], tokens [T], documents [T] (which text a token is of), origins [M]; see `start`."""
         self.head, self.attention, self.flex = head, head.layers[0].self_attn, flex
         positions = document_positions(documents)
-        self.documents, self.origins, self.positions = documents, origins, positions[origins]
+        self.positions = positions[origins]
         self.own: list[tuple[Tensor, Tensor]] = []
         following = torch.cat((tokens[1:], tokens[-1:]))  # the last position of a text is never an origin
         inputs, residual = head.layers[0].inputs(head.embed(following), head.combine(aux))
         self.base = self.attention.keys_values(inputs, positions)
-        if not flex:
+        if flex:
+            self.mask = row_mask(documents, origins)
+        else:
             at = torch.arange(len(tokens), device=tokens.device)
             self.mask = (documents[origins][:, None] == documents[None]) & (at[None] <= origins[:, None])
         self._finish(inputs[origins], residual[origins])
@@ -126,10 +128,7 @@ class Chain:
 
     def _finish(self, inputs: Tensor, residual: Tensor) -> None:
         q, scale = self.attention.queries(inputs, self.positions), self.attention.scale
-        if self.flex:
-            attention = attend_flex(q, self.base, self.own, self.documents, self.origins, scale)
-        else:
-            attention = attend(q, self.base, self.own, self.mask, scale)
+        attention = (attend_flex if self.flex else attend)(q, self.base, self.own, self.mask, scale)
         stream = self.head.layers[0].outputs(attention, residual)
         self.hidden = self.head.norm(stream)
         self.fed_back = self.hidden if self.head.config.norm_output else stream

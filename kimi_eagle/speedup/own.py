@@ -55,14 +55,20 @@ def element_bytes(dtype: str) -> float:
     return 4.0 if dtype == "float32" else 2.0
 
 
-def figures(check: pd.DataFrame, outlook: pd.DataFrame, turn: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(figures, units) of the forecast for result.json; `crossover` -1 where a draft still pays at the largest concurrency."""
+def figures(
+    check: pd.DataFrame, held: dict[str, Any], outlook: pd.DataFrame, turn: float | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(figures, units) of the forecast for result.json: `check` against published rows, `held` the report of kimi_width.Case.
+
+    `crossover` is -1 where a draft still pays at the largest concurrency.
+    """
     held_out = check[~check["fitted"]]
     ahead = outlook.sort_values(["concurrency", "k"])
     values = {
         "published": {
             name: held_out[name].tolist() for name in ("concurrency", "off_error", "on_error", "ratio_error")
         },
+        "h200": {name: held[name] for name in ("cells", "median_error", "worst_error")},
         "own": {name: ahead[name].tolist() for name in ("concurrency", "k", "speedup", "low", "high")},
         "crossover": -1.0 if turn is None else turn,
     }
@@ -73,6 +79,7 @@ def figures(check: pd.DataFrame, outlook: pd.DataFrame, turn: float | None) -> t
             "on_error": "ratio - 1",
             "ratio_error": "ratio - 1",
         },
+        "h200": {"cells": "cells", "median_error": "ratio - 1", "worst_error": "ratio - 1"},
         "own": {"concurrency": "requests", "k": "tokens", "speedup": "ratio", "low": "ratio", "high": "ratio"},
         "crossover": "requests",
     }

@@ -137,6 +137,9 @@ class FakeEngine:
         if not self.profiling:
             raw_trace(self.folder / "traces" / "raw", 0, 1)
 
+    def rpc(self, method):
+        assert method == "kimi_eagle_trace_only" and self.profiling, "the tables are left out of an open window"
+
 
 def test_capture_measures_plain_steps_around_the_profiled_run(tmp_path):
     engine = FakeEngine(tmp_path)
