@@ -184,7 +184,7 @@ def compat(
     ] = "INSTALLED",
     new: Annotated[Path | None, typer.Option("--to", help="before an upgrade: the wheel or folder to go to")] = None,
 ) -> None:
-    """One row per patch: needed or not, applied or refused; exit code 3 where a needed one does not fit.
+    """One row per patch: needed or not, applied or refused; exit code 3 where no back end can work or a needed patch does not fit.
 
     With --to: which patches fall away, which symbols moved, and what heads the other release reads.
     """
@@ -197,8 +197,11 @@ def compat(
         print(json.dumps(found, indent=1) if as_json else upgrade.upgrade_text(found))
         return
     from kimi_eagle import compat as module
+    from kimi_eagle.extract import backends
 
     found = module.compat_rows(vllm, speculators)
+    release = module.release(vllm)
+    able = backends.foretold(release) if release else []
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -206,7 +209,11 @@ def compat(
             print(
                 f"{row['state']:<14} {row['id']:<34} {row['package']} {row['versions']}\n{'':15}{row['symptom']}\n{'':15}{row['reason']}"
             )
-    if any(row["state"] == "refused" for row in found):
+        for row in able:
+            print(f"on GPUs, {row['target']}: back end {row['backend']}: {row['reason']}")
+        if not release:
+            print("no vLLM here: install one (README, 'Which environment'), or name a wheel or folder with --vllm.")
+    if not able or any(r["backend"] == "none" for r in able) or any(r["state"] == "refused" for r in found):
         raise typer.Exit(3)
 
 

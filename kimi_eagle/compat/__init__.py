@@ -27,6 +27,7 @@ __all__ = [
     "locate_text",
     "open_source",
     "patches",
+    "release",
     "undo",
 ]
 
@@ -46,6 +47,14 @@ def compat_rows(vllm: str | Path | None = None, speculators: str | Path | None =
         except MissingCapability:
             sources[package] = None
     return [_row(patch, sources[patch.package], sources["vllm"], patch.id in chosen) for patch in patches()]
+
+
+def release(vllm: str | Path | None = None) -> str:
+    """The version of vLLM at `vllm` (None: the installed one), from its files; empty where there is none."""
+    try:
+        return open_source(vllm, "vllm").version
+    except MissingCapability:
+        return ""
 
 
 def combine(answers: list[list[dict]]) -> list[dict]:

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fake_vllm
 import pytest
 import toy_notebooks
 
 from kimi_eagle import paths
 
-VERBS = {"doctor", "locate", "compat", "target", "estimate", "params", "run", "engine", "check", "report"}
+VERBS = {"doctor", "locate", "compat", "rehearse", "target", "estimate", "params", "run", "engine", "check", "report"}
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +111,11 @@ def test_compat_and_estimate_speak_json() -> None:
     assert {"id", "package", "versions", "symptom", "verdict", "state"} <= set(
         json.loads(call("compat", "--json").stdout)[0]
     )
+
+
+def test_compat_ends_with_code_three_where_no_back_end_can_work(tmp_path: Path) -> None:
+    found = call("compat", "--vllm", str(fake_vllm.write_site(tmp_path / "old", "0.12.0")), code=3)
+    assert "Kimi-K2.5: back end none: vLLM 0.12.0 is older than 0.16" in found.stdout
 
 
 def test_check_tells_a_broken_run_from_a_sound_one(place: Path) -> None:
