@@ -1,4 +1,4 @@
-"""Run vLLM with a head and save what its drafter saw and computed: `python parity_capture.py TARGET HEAD STEPS OUT`.
+"""Run vLLM with a head and save what its drafter saw and computed: `python parity_capture.py TARGET HEAD STEPS OUT DTYPE`.
 
 A process of its own, since an engine cannot share one with the tests. Per drafting call: positions and auxiliary states of the
 target's tokens, the index that is drafted from, the next token, and the logits of every draft step. vLLM loads this project's
@@ -11,19 +11,22 @@ from pathlib import Path
 
 import torch
 
-from kimi_eagle.extract.configure import cpu_mla_arguments
+from kimi_eagle.extract.configure import cpu_mla_arguments, on_cpu
 
 
-def main(target: str, head: str, steps: int, out: str) -> None:
+def main(target: str, head: str, steps: int, out: str, dtype: str) -> None:
     from vllm import LLM, SamplingParams
 
     latent = "kv_lora_rank" in json.loads((Path(target) / "config.json").read_text())
-    same = {k: v for k, v in cpu_mla_arguments().items() if latent and k == "attention_backend"}
+    # On a GPU the back end that takes any width: the toy's heads are narrower than those that the fast ones are built for.
+    options = cpu_mla_arguments() if on_cpu() else {"attention_backend": "TRITON_MLA"}
+    options = options if latent else {}
+    same = {k: v for k, v in options.items() if k == "attention_backend"}
     llm = LLM(
         model=target,
-        **(cpu_mla_arguments() if latent else {}),
+        **options,
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=64,
         enable_prefix_caching=False,
@@ -64,4 +67,4 @@ def main(target: str, head: str, steps: int, out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5])

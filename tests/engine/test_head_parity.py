@@ -1,4 +1,4 @@
-"""Same weights, same logits: our head against vLLM's over four draft steps, in float32 on the CPU."""
+"""Same weights, same logits: our head against vLLM's over four draft steps, in float32 on the CPU, in bfloat16 on a GPU."""
 
 import os
 import subprocess
@@ -16,6 +16,9 @@ from kimi_eagle.target import describe
 pytest.importorskip("vllm")
 
 STEPS = 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# bfloat16 keeps 8 bits: two correct kernels part by some 0.5 % there.
+DTYPE, BAR = ("bfloat16", 1e-2) if DEVICE == "cuda" else ("float32", 1e-5)
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -56,7 +59,7 @@ def tiny_target(kind: str, rope: dict, folder: Path) -> None:
         experts = dict(first_k_dense_replace=8, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2)
         config = DeepseekV3Config(num_key_value_heads=2, moe_intermediate_size=32, **mla, **experts, **common)
         model = DeepseekV3ForCausalLM(config)
-    model.float().save_pretrained(folder)
+    model.to(getattr(torch, DTYPE)).save_pretrained(folder)
 
 
 def random_head(target, attention: str, flags: dict) -> Head:
@@ -79,10 +82,13 @@ def test_logits_equal_vllms_at_every_draft_step_of_every_call(case, tmp_path):
     tiny_target(attention, rope, tmp_path / "target")
     target = describe(tmp_path / "target")
     head = random_head(target, attention, flags)
-    checkpoint.export(head, tmp_path / "head", target)
+    checkpoint.export(head, tmp_path / "head", target, dtype=DTYPE)
+    head.to(DEVICE, getattr(torch, DTYPE))
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the one whose drafter can be watched
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -91,35 +97,40 @@ def test_logits_equal_vllms_at_every_draft_step_of_every_call(case, tmp_path):
     command = [
         sys.executable,
         str(script),
-        *map(str, (tmp_path / "target", tmp_path / "head", STEPS, tmp_path / "out.pt")),
+        *map(str, (tmp_path / "target", tmp_path / "head", STEPS, tmp_path / "out.pt", DTYPE)),
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    captured = torch.load(tmp_path / "out.pt")
-    tokens, states = torch.tensor(captured["tokens"]), {}
+    captured = torch.load(tmp_path / "out.pt", map_location=DEVICE)
+    tokens, states, worst = torch.tensor(captured["tokens"], device=DEVICE), {}, 0.0
     assert len(captured["calls"]) >= 8
     for call in captured["calls"]:
         # a verified position replaces what an earlier, rejected draft left there
         states |= dict(zip(call["positions"].tolist()[: call["last"] + 1], call["states"], strict=False))
         origin = int(call["positions"][call["last"]])
         aux = torch.stack([states[p] for p in range(origin + 1)]).unflatten(1, (head.config.num_aux, -1))
-        row = torch.cat((tokens[: origin + 1], torch.tensor([call["next"]])))
+        row = torch.cat((tokens[: origin + 1], torch.tensor([call["next"]], device=DEVICE)))
         # one more position so that the origin's next token is in the row; its state is never read
         aux = torch.cat((aux, aux[-1:]))
         with torch.inference_mode():
-            chain = start(head, aux, row, origins=torch.tensor([origin]))
+            chain = start(head, aux, row, origins=torch.tensor([origin], device=DEVICE))
             ours = [head.lm_head(chain.hidden)]
             for step in range(STEPS - 1):
-                drafted = head.draft_tokens(chain.hidden)
-                assert drafted.tolist() == call["drafts"][0, step : step + 1].tolist()
+                drafted = call["drafts"][0, step : step + 1]
+                # 16 bits have ties: there the chain follows vLLM's choice
+                assert DEVICE == "cuda" or drafted.tolist() == head.draft_tokens(chain.hidden).tolist()
                 ours.append(head.lm_head(chain.advance(drafted).hidden))
         theirs = call["logits"][:, head.target_ids]
-        ours = torch.cat(ours)
-        error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-        assert error.max() < 1e-5, f"origin {origin}: relative error per draft step {error.tolist()}"
-        outside = torch.ones(256, dtype=torch.bool)
+        ours = torch.cat(ours).float()
+        error = (ours - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
+        assert error.max() < BAR, f"origin {origin}: relative error per draft step {error.tolist()}"
+        worst = max(worst, error.max().item())
+        outside = torch.ones(256, dtype=torch.bool, device=DEVICE)
         outside[head.target_ids] = False
         assert torch.isinf(call["logits"][:, outside]).all()
+    print(
+        f"{case}: worst relative error {worst:.1e} in {DTYPE} on {DEVICE}, {len(captured['calls'])} calls of {STEPS} steps"
+    )
 
 
 ROPES = {
