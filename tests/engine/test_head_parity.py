@@ -55,7 +55,8 @@ def tiny_target(kind: str, rope: dict, folder: Path) -> None:
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=1, head_dim=64, **common))
     else:
-        mla = dict(q_lora_rank=48, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+        width = 128 if DEVICE == "cuda" else 32  # vLLM prefills MLA on GPUs at DeepSeek's own widths only
+        mla = dict(q_lora_rank=48, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=width, v_head_dim=width)
         experts = dict(first_k_dense_replace=8, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2)
         config = DeepseekV3Config(num_key_value_heads=2, moe_intermediate_size=32, **mla, **experts, **common)
         model = DeepseekV3ForCausalLM(config)
