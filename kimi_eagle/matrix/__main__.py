@@ -70,6 +70,8 @@ def _release(known: releases.Release, rows: list[dict], options: argparse.Namesp
             RESULT.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(RESULT, json.dumps({"cells": rows}, indent=1).encode() + b"\n")
             RESULT.with_name("matrix.md").write_text(page.page(rows))
+            readme = paths.REPOSITORY / "README.md"
+            readme.write_text(page.in_readme(readme.read_text(), rows))
     if not options.keep and not options.reported:
         releases.remove(known)
     return rows

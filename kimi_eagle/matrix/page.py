@@ -14,6 +14,16 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+MARKS = ("<!-- matrix: made by make compat -->", "<!-- /matrix -->")
+
+
+def in_readme(text: str, rows: list[dict]) -> str:
+    """`text` with the table of `rows` between its two marks; ValueError where they are missing."""
+    before, rest = text.split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    return f"{before}{MARKS[0]}\n\n{table(rows)}\n\n{MARKS[1]}{after}"
+
+
 def page(rows: list[dict]) -> str:
     """The Markdown page: the table, and under it the sentence of every cell."""
     parts = [

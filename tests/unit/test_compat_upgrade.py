@@ -1,7 +1,10 @@
 """What changes between two vLLM on disk, and the matrix as text."""
 
+import json
+
 import fake_vllm
 
+from kimi_eagle import paths
 from kimi_eagle.compat.upgrade import compare, upgrade_text
 from kimi_eagle.matrix import page
 
@@ -101,3 +104,11 @@ def test_a_cells_sentence_names_the_exception_and_no_folder_of_the_machine():
         "engine ended, see /srv/someone/.cache/kimi_eagle/log.txt\nstuff\nValueError: /opt/a-b/x.py is odd"
     )
     assert _sentence(error) == "RuntimeError: engine ended, see log.txt ValueError: x.py is odd"
+
+
+def test_the_readme_shows_the_matrix_as_it_is_and_no_cell_is_wrong():
+    rows = json.loads((paths.REPOSITORY / "docs" / "compat" / "matrix.json").read_text())["cells"]
+    readme = (paths.REPOSITORY / "README.md").read_text()
+    assert page.in_readme(readme, rows) == readme
+    assert page.faults(rows) == []
+    assert {"0.16.0", "0.32.0"} <= {row["vllm"] for row in rows}
