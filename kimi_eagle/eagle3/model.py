@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kimi_eagle.eagle3.attention import LlamaAttention, MlaAttention, RMSNorm, attend, attend_flex, row_mask
 from kimi_eagle.eagle3.config import HeadConfig
+from kimi_eagle.errors import BadInput
 
 
 class GatedMlp(nn.Module):
@@ -69,6 +70,10 @@ class Head(nn.Module):
         self.config = config
         H, fc_input = config.hidden_size, config.num_aux * config.target_hidden_size
         self.register_buffer("embedding", embedding, persistent=False)
+        if d2t is None and config.has_map:  # zeros would take draft ids for target ids, and nothing would say so
+            raise BadInput(
+                f"head: a draft vocabulary of {config.draft_vocab_size} of the target's {config.vocab_size} tokens needs its d2t."
+            )
         offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if d2t is None else d2t.long()
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size) + offsets, persistent=False)
         if config.norm_before_fc:
