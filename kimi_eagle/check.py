@@ -29,6 +29,17 @@ def check(path: Path, target: str = "", reader: str = "vllm") -> tuple[str, list
     )
 
 
+def sound(kind: str, path: Path, target: str = "", reader: str = "vllm") -> str:
+    """What to say of a `path` without faults; of a head also the line that serves it."""
+    if kind != "head":
+        return f"{kind}: sound"
+    from kimi_eagle.acceptance.launch import launch_line
+    from kimi_eagle.target import describe
+
+    served = describe(target).path if target else "TARGET"
+    return f"head: sound for {reader}; to serve it:\n{launch_line(reader, served, path)}"
+
+
 def _run_faults(folder: Path) -> list[str]:
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     if "stage" in result:

@@ -227,7 +227,7 @@ def check(
     from kimi_eagle import check as module
 
     kind, faults = module.check(path, target_name, reader)
-    print("\n".join(faults) if faults else f"{kind}: sound")
+    print("\n".join(faults) if faults else module.sound(kind, path, target_name, reader))
     if faults:
         raise typer.Exit(1)
 

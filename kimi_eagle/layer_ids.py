@@ -18,19 +18,33 @@ from kimi_eagle.errors import BadInput
 OFFSET_TO_VLLM = {"vllm": 0, "sglang": 1, "speculators-0.3": 1, "huggingface": 0}
 
 
-def to_vllm(ids: Sequence[int], convention: str) -> list[int]:
-    """Layer ids given in `convention`, as vLLM's ids, in the same order."""
+def to_vllm(ids: Sequence[int], convention: str, num_layers: int | None = None) -> list[int]:
+    """Layer ids given in `convention`, as vLLM's ids, in the same order.
+
+    `num_layers` (N) is needed for Hugging Face's, whose entry N is another tensor than vLLM's id N; BadInput where it is asked for.
+    """
+    _refuse_normed(ids, convention, num_layers)
     return [k + _offset(convention) for k in ids]
 
 
-def from_vllm(ids: Sequence[int], convention: str) -> list[int]:
-    """vLLM's layer ids written in `convention`, in the same order; BadInput where it has no name for one (vLLM's 0 in SGLang)."""
+def from_vllm(ids: Sequence[int], convention: str, num_layers: int | None = None) -> list[int]:
+    """vLLM's layer ids written in `convention`, in the same order; BadInput where it has no name for one (vLLM's 0 in SGLang).
+
+    `num_layers` as in `to_vllm`.
+    """
+    _refuse_normed(ids, convention, num_layers)
     shifted = [k - _offset(convention) for k in ids]
     if any(k < 0 for k in shifted):
         raise BadInput(
             f"layer id 0 (the embeddings) has no name in the {convention} convention: leave it out of {list(ids)}."
         )
     return shifted
+
+
+def meaning(ids: Sequence[int], convention: str) -> str:
+    """Which tensors a reader of `convention` takes for `ids`, in words that no convention is needed to read (layers count from 0)."""
+    named = ["embeddings" if k == 0 else f"output of layer {k - 1}" for k in to_vllm(ids, convention)]
+    return ", ".join(named)
 
 
 def default_auxiliary(num_layers: int) -> list[int]:
@@ -54,6 +68,16 @@ def checked_auxiliary(ids: Sequence[int], num_layers: int) -> list[int]:
     if chosen != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= num_layers:
         raise BadInput(f"auxiliary_layers {chosen}: give ascending, distinct vLLM ids between 0 and {num_layers - 1}.")
     return chosen
+
+
+def _refuse_normed(ids: Sequence[int], convention: str, num_layers: int | None) -> None:
+    if convention != "huggingface":
+        return
+    if num_layers is None or any(k >= num_layers for k in ids):
+        raise BadInput(
+            f"layer ids {list(ids)} of Hugging Face: its last entry (the number of layers) is taken after the final norm, vLLM's "
+            "before it; give num_layers and smaller ids, and hook the last layer for the final state."
+        )
 
 
 def _offset(convention: str) -> int:

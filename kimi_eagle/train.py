@@ -67,7 +67,8 @@ def _end_with_parent() -> None:
 def _worker(config: TrainConfig) -> TrainResult:
     import torch
 
-    from kimi_eagle.training.loop import Trainer, device_of
+    from kimi_eagle.training.device import device_of
+    from kimi_eagle.training.loop import Trainer
 
     device = device_of(config.device)
     if device.type == "cuda":

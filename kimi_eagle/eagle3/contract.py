@@ -10,7 +10,7 @@ from kimi_eagle.eagle3.config import HeadConfig, rope_of
 from kimi_eagle.eagle3.format import LAYER_NAMES, config_from_json, read_config
 from kimi_eagle.eagle3.model import Head
 from kimi_eagle.errors import BadInput
-from kimi_eagle.layer_ids import to_vllm
+from kimi_eagle.layer_ids import meaning, to_vllm
 from kimi_eagle.vocab_map import consistency
 
 if TYPE_CHECKING:
@@ -68,15 +68,24 @@ def _id_faults(written: dict[str, Any], reader: str) -> list[str]:
     if not outer or not inner:
         where = "at the top level" if not outer else "inside eagle_config"
         return [f"{IDS} is missing {where}: the server would capture its default layers or size fc for three states."]
-    faults = [] if outer == inner else [f"{IDS} at the top level {outer} and inside eagle_config {inner} differ."]
+    faults = []
+    if outer != inner:
+        both = f"{_taken(outer)}; {_taken(inner)}"
+        faults.append(f"{IDS} at the top level {outer} and inside eagle_config {inner} differ ({both}).")
     convention = written.get("layer_id_convention")
     if convention != reader:
         faults.append(
-            f"layer_id_convention is {convention!r} but {reader} reads its own: the head would get other layers' states."
+            f"layer_id_convention is {convention!r} but {reader} reads its own: the head could get other layers' states "
+            f"({_taken(inner)})."
         )
     if written.get("num_aux_hidden_states", len(inner)) != len(inner):
         faults.append(f"num_aux_hidden_states {written['num_aux_hidden_states']} does not fit {len(inner)} layer ids.")
     return faults
+
+
+def _taken(ids: list[int]) -> str:
+    """Which tensors each reader takes for `ids`."""
+    return "; ".join(f"{ids} for {reader}: {meaning(ids, reader)}" for reader in LAYER_NAMES)
 
 
 def _target_faults(written: dict[str, Any], target: "Target") -> list[str]:
@@ -146,7 +155,8 @@ def _map_faults(tensors: dict[str, torch.Tensor], config: HeadConfig) -> list[st
 def expected_tensors(config: HeadConfig, reader: str = "vllm") -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that `reader` needs for a head of this config (maps and embedding apart)."""
     with torch.device("meta"):
-        state = Head(config, torch.empty(config.vocab_size, config.hidden_size)).state_dict()
+        offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+        state = Head(config, torch.empty(config.vocab_size, config.hidden_size), offsets).state_dict()
     return {n.replace("layers.0.", LAYER_NAMES[reader]): tuple(t.shape) for n, t in state.items()}
 
 

@@ -15,11 +15,15 @@ of every position up to t of the same document, then one key of the chain's own 
 where accepted positions are rewritten with the target's states and only the current chain's keys are the head's.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kimi_eagle.eagle3.attention import LlamaAttention, MlaAttention, RMSNorm, attend, attend_flex, row_mask
 from kimi_eagle.eagle3.config import HeadConfig
+from kimi_eagle.errors import BadInput
 
 
 class GatedMlp(nn.Module):
@@ -69,6 +73,10 @@ class Head(nn.Module):
         self.config = config
         H, fc_input = config.hidden_size, config.num_aux * config.target_hidden_size
         self.register_buffer("embedding", embedding, persistent=False)
+        if d2t is None and config.has_map:  # zeros would take draft ids for target ids, and nothing would say so
+            raise BadInput(
+                f"head: a draft vocabulary of {config.draft_vocab_size} of the target's {config.vocab_size} tokens needs its d2t."
+            )
         offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64) if d2t is None else d2t.long()
         self.register_buffer("target_ids", torch.arange(config.draft_vocab_size) + offsets, persistent=False)
         if config.norm_before_fc:
@@ -101,10 +109,17 @@ class Chain:
     """Chains of one packed row, all origins at once: `hidden` [M, H] is the current step's normed output."""
 
     def __init__(
-        self, head: Head, aux: Tensor, tokens: Tensor, documents: Tensor, origins: Tensor, flex: bool = False
+        self,
+        head: Head,
+        aux: Tensor,
+        tokens: Tensor,
+        documents: Tensor,
+        origins: Tensor,
+        flex: bool = False,
+        recompute: bool = False,
     ) -> None:
         """Step 0. aux [T, A, Ht], tokens [T], documents [T] (which text a token is of), origins [M]; see `start`."""
-        self.head, self.attention, self.flex = head, head.layers[0].self_attn, flex
+        self.head, self.attention, self.flex, self.recompute = head, head.layers[0].self_attn, flex, recompute
         positions = document_positions(documents)
         self.positions = positions[origins]
         self.own: list[tuple[Tensor, Tensor]] = []
@@ -127,11 +142,23 @@ class Chain:
         return self
 
     def _finish(self, inputs: Tensor, residual: Tensor) -> None:
-        q, scale = self.attention.queries(inputs, self.positions), self.attention.scale
-        attention = (attend_flex if self.flex else attend)(q, self.base, self.own, self.mask, scale)
-        stream = self.head.layers[0].outputs(attention, residual)
+        # What a step reads is handed over, not looked up: by the backward pass the chain stands at a later step.
+        given = (inputs, residual, self.positions, self.base, tuple(self.own))
+        stream = checkpoint(self._stream, *given, use_reentrant=False) if self.recompute else self._stream(*given)
         self.hidden = self.head.norm(stream)
         self.fed_back = self.hidden if self.head.config.norm_output else stream
+
+    def _stream(
+        self,
+        inputs: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        base: tuple[Tensor, Tensor],
+        own: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        q, scale = self.attention.queries(inputs, positions), self.attention.scale
+        attention = (attend_flex if self.flex else attend)(q, base, own, self.mask, scale)
+        return self.head.layers[0].outputs(attention, residual)
 
 
 def start(
@@ -141,18 +168,20 @@ def start(
     documents: Tensor | None = None,
     origins: Tensor | None = None,
     flex: bool = False,
+    recompute: bool = False,
 ) -> Chain:
     """Chains at step 0 over one packed row; positions restart at 0 in every document.
 
     aux [T, A, Ht] in the order of the head's layer ids, tokens [T]; documents [T] int, contiguous (None: one text);
-    origins [M] ascending indices into the row (None: all but the row's last); flex: flex attention instead of dense.
+    origins [M] ascending indices into the row (None: all but the row's last); flex: flex attention instead of dense;
+    recompute: attention and MLP of every step are computed again in the backward pass instead of kept for it.
     """
     T = len(tokens)
     if documents is None:
         documents = torch.zeros(T, dtype=torch.int64, device=tokens.device)
     if origins is None:
         origins = torch.arange(T - 1, device=tokens.device)
-    return Chain(head, aux, tokens, documents, origins, flex)
+    return Chain(head, aux, tokens, documents, origins, flex, recompute)
 
 
 def document_positions(documents: Tensor) -> Tensor:

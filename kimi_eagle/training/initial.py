@@ -1,6 +1,6 @@
 """Weights to start from that use what the target knows already."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -68,6 +68,13 @@ def copy_layer(head: Head, target: "Target", number: int) -> list[str]:
             mine[norm].copy_(_tensor(target, prefix + source_norm))
         copied.append(group)
     return copied
+
+
+def parameter_table(head: Head) -> list[dict[str, Any]]:
+    """One record per tensor of the head, the target's shared embedding included: name, shape, whether it is trained."""
+    shared = {"name": "embed_tokens.weight", "shape": list(head.embedding.shape), "trained": False}
+    own = [{"name": n, "shape": list(p.shape), "trained": p.requires_grad} for n, p in head.named_parameters()]
+    return [shared, *own]
 
 
 def _tensor(target: "Target", name: str) -> Tensor:

@@ -1,8 +1,6 @@
 """The loop: one process, or several under torchrun that add their gradients; every step can be the last before a kill."""
 
 import math
-import os
-import resource
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,28 +20,14 @@ from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.hidden_store import Store
 from kimi_eagle.target import describe
 from kimi_eagle.training import rows, run_state
-from kimi_eagle.training.initial import initial_head
+from kimi_eagle.training.data_facts import data_facts
+from kimi_eagle.training.device import device_of, peak_memory_mb, say_out_of_memory
+from kimi_eagle.training.initial import initial_head, parameter_table
 from kimi_eagle.training.optimizer import learning_rate_factor, make_optimizer
-from kimi_eagle.training.row_loss import row_loss, trained_positions
+from kimi_eagle.training.row_loss import RowCounts, row_loss, trained_positions
 from kimi_eagle.training.settings import TrainConfig, TrainResult
 
 DENSE_TOKENS = 1024  # longest row whose attention is dense on a GPU; beyond it flex attention's compile time pays
-
-
-def device_of(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`; MissingCapability where there is no CUDA device."""
-    if name != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if name == "cuda":
-        raise MissingCapability("training: device 'cuda' is asked for, but torch sees no CUDA device here; use 'cpu'.")
-    return torch.device("cpu")
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Most memory held so far in MB: the device's on a GPU, the process's on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # Linux counts in KiB
 
 
 class Trainer:
@@ -87,6 +71,7 @@ class Trainer:
         self.evaluate_at = {round(len(self.batches) * (i + 1) / count) for i in range(count)}
         self.held_out_ids = self.held_out.sample_ids[: config.evaluation_samples]
         self.greedy: dict[str, Tensor] | None = None
+        self.data: dict[str, Any] = {}
 
     def _load_map(self, target: Any) -> vocab_map.VocabMap | None:
         if self.config.vocab_map is None:
@@ -110,6 +95,11 @@ class Trainer:
             self._restore(state)
         self.metrics = run_state.Metrics(self.folder / "metrics.jsonl", self.step) if self.rank == 0 else None
         board = self._board()
+        if self.rank == 0 and not self.step:
+            self.data = data_facts(self.store, self.output)
+            self.metrics.add(step=0, data=self.data, parameters=parameter_table(self.head))
+        if self.step < len(self.batches):
+            self._rehearse()
         saved = begun = time.monotonic()
         before = self.seconds
         bar = tqdm(
@@ -148,16 +138,9 @@ class Trainer:
         trained = self._summed(trained)
         weights = [config.step_decay**j for j in range(config.ttt_steps)]
         scales = [w / max(1.0, float(n)) / sum(weights) for w, n in zip(weights, trained, strict=True)]
-        matched, losses = (
-            torch.zeros(config.ttt_steps, dtype=torch.float64),
-            torch.zeros(config.ttt_steps, dtype=torch.float64),
-        )
-        self.head.train()
+        matched, losses = torch.zeros(2, config.ttt_steps, dtype=torch.float64)
         for row in mine:
-            with torch.autocast(self.device.type, torch.bfloat16) if self.low_precision else nullcontext():
-                value, counts = row_loss(self.head, self.output, row, config.ttt_steps, config.loss, scales, self.flex)
-            if value.requires_grad:
-                value.backward()
+            counts = self._backward(row, scales)
             matched += torch.stack(counts.matched).cpu()
             losses += torch.stack(counts.loss).cpu()
         parameters = [p for p in self.head.parameters() if p.requires_grad]
@@ -172,7 +155,7 @@ class Trainer:
             parameter.grad = None
         matched, losses = self._summed(matched), self._summed(losses)
         self.trained += int(trained[0])
-        tokens, seconds = sum(p.end - p.begin for pieces in planned for p in pieces), time.monotonic() - begun
+        tokens, seconds = sum(map(rows.tokens, planned)), time.monotonic() - begun
         return {
             "epoch": epoch,
             "loss": float(sum(s * v for s, v in zip(scales, losses, strict=True))),
@@ -187,6 +170,33 @@ class Trainer:
                 for n, m, v in zip(trained, matched, losses, strict=True)
             ],
         }
+
+    def _backward(self, row: rows.Packed, scales: list[float]) -> RowCounts:
+        """Add the gradients of one row's loss; its raw counts."""
+        config = self.config
+        self.head.train()
+        with say_out_of_memory(self.device):
+            with torch.autocast(self.device.type, torch.bfloat16) if self.low_precision else nullcontext():
+                value, counts = row_loss(
+                    self.head, self.output, row, config.ttt_steps, config.loss, scales, self.flex, config.recompute
+                )
+            if value.requires_grad:
+                value.backward()
+        return counts
+
+    def _rehearse(self) -> None:
+        """The longest planned row, all of it trained, before the first step: memory that is too small ends the run at once.
+
+        What later steps hold besides (the optimizer's two moments) is held meanwhile; the gradients are dropped.
+        """
+        longest = max((pieces for _, planned in self.batches for pieces in planned), key=rows.tokens)
+        row = rows.load(self.store, longest, self.device, torch.float32)
+        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        moments = [] if self.optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
+        self._backward(row._replace(loss_mask=torch.ones_like(row.loss_mask)), [1.0] * self.config.ttt_steps)
+        del moments
+        for parameter in parameters:
+            parameter.grad = None
 
     def _summed(self, values: Tensor) -> Tensor:
         if self.world > 1:
@@ -255,6 +265,7 @@ class Trainer:
             "trained": self.trained,
             "seconds": self.seconds,
             "best": self.best,
+            "data": self.data,
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
@@ -266,7 +277,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         self.step, self.trained = state["step"], state["trained"]
-        self.seconds, self.best = state["seconds"], state["best"]
+        self.seconds, self.best, self.data = state["seconds"], state["best"], state.get("data", {})
 
     def _result(self, resumed: bool) -> TrainResult:
         if self.rank == 0 and not self.best["step"]:
@@ -280,6 +291,7 @@ class Trainer:
             best_step=self.best["step"],
             steps=self.step,
             trained_tokens=self.trained,
+            data=self.data,
             seconds=self.seconds,
             parameters=sum(p.numel() for p in self.head.parameters()),
             trainable_parameters=sum(p.numel() for p in self.head.parameters() if p.requires_grad),

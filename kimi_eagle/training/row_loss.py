@@ -30,7 +30,14 @@ def trained_positions(row: Packed, steps: int) -> list[Tensor]:
 
 
 def row_loss(
-    head: Head, output: TargetOutput, row: Packed, steps: int, loss: str, scales: list[float], flex: bool = False
+    head: Head,
+    output: TargetOutput,
+    row: Packed,
+    steps: int,
+    loss: str,
+    scales: list[float],
+    flex: bool = False,
+    recompute: bool = False,
 ) -> tuple[Tensor, RowCounts]:
     """Sum over steps of scales[j] * (summed loss of step j), and the raw counts.
 
@@ -46,7 +53,7 @@ def row_loss(
     log_p = _target_log_probs(output, row.states[:, -1], masks)
     if flex:  # compiled per shape: every position is an origin, and those without a label are left out of the loss
         origins = torch.arange(len(row.tokens), device=row.tokens.device)
-    chain = start(head, row.states[:, :-1], row.tokens, row.documents, origins, flex)
+    chain = start(head, row.states[:, :-1], row.tokens, row.documents, origins, flex, recompute)
     for step in range(steps):
         if step:
             fed = (origins + 1 + step).clamp(

@@ -32,6 +32,11 @@ class Packed(NamedTuple):
     states: Tensor
 
 
+def tokens(pieces: list[Piece]) -> int:
+    """Tokens of a planned row."""
+    return sum(piece.end - piece.begin for piece in pieces)
+
+
 def plan(store: Store, row_tokens: int, seed: int, epoch: int) -> list[list[Piece]]:
     """Rows of an epoch: samples shuffled, then first-fit into the open rows; a sample longer than a row is cut into pieces.
 
@@ -75,8 +80,8 @@ def load(store: Store, pieces: list[Piece], device: torch.device, dtype: torch.d
         nothing = torch.zeros(missing, dtype=torch.int64)
         states = parts[0][3].new_zeros(missing, *parts[0][3].shape[1:])
         parts.append((nothing, nothing - 1, nothing.bool(), states))
-    tokens, documents, mask, states = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Packed(tokens.to(device), documents.to(device), mask.to(device), states.to(device, dtype))
+    ids, documents, mask, states = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Packed(ids.to(device), documents.to(device), mask.to(device), states.to(device, dtype))
 
 
 def check_stores(train: Store, held_out: Store, target: "Target") -> tuple[int, ...]:

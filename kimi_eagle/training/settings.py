@@ -54,6 +54,10 @@ class TrainConfig(BaseModel):
     attention: Literal["auto", "dense", "flex"] = Field(
         "auto", description="auto: flex for rows above 1024 tokens on a GPU"
     )
+    recompute: bool = Field(
+        False,
+        description="compute each unrolled step again in the backward pass: less memory, more time, the same gradients",
+    )
     device: str = Field("auto", description="auto, cpu or cuda")
     seed: int = 0
     nproc: int = Field(1, ge=1, description="processes (torchrun); more than one needs as many devices, or the CPU")
@@ -73,10 +77,9 @@ class TrainConfig(BaseModel):
         return made
 
     def digest(self) -> str:
-        """Digest of what decides the steps; where the files lie and how often state is written do not."""
-        kept = self.model_dump(
-            mode="json", exclude={"folder", "train_store", "held_out_store", "vocab_map", "checkpoint_seconds"}
-        )
+        """Digest of what decides the steps; where the files lie, how often state is written and what is recomputed do not."""
+        left_out = {"folder", "train_store", "held_out_store", "vocab_map", "checkpoint_seconds", "recompute"}
+        kept = self.model_dump(mode="json", exclude=left_out)
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -91,6 +94,7 @@ class TrainResult(BaseModel):
     best_step: int
     steps: int
     trained_tokens: int = Field(description="trained label positions of step 0, summed over the epochs")
+    data: dict[str, bool | int | float] = Field({}, description="of the training store, from data_facts")
     seconds: float = Field(description="wall time of all sessions of this run")
     parameters: int = Field(description="parameters of the head, shared embedding excluded")
     trainable_parameters: int
@@ -106,6 +110,7 @@ class TrainResult(BaseModel):
             },
             "steps": {"taken": self.steps, "best": self.best_step},
             "trained_tokens": self.trained_tokens,
+            "data": self.data,
             "seconds": round(self.seconds, 1),
             "tokens_per_second": self.trained_tokens / self.seconds if self.seconds else 0.0,
             "parameters": {"head": self.parameters, "trained": self.trainable_parameters},
@@ -114,6 +119,12 @@ class TrainResult(BaseModel):
             "acceptance": {"simulated_length": LENGTH, "interval": LENGTH, "per_position": "draft tokens"},
             "steps": "optimizer steps",
             "trained_tokens": "labels of step 0, over all epochs",
+            "data": {
+                "samples": "samples",
+                "own_answers": "true/false",
+                "surprise_nats": "nats",
+                "entropy_nats": "nats",
+            },
             "seconds": "s",
             "tokens_per_second": "labels of step 0 per s",
             "parameters": "parameters",

@@ -177,6 +177,7 @@ def test_wrong_tensors_are_named(exported, change, word):
 
 
 def test_cut_and_missing_files_are_named(exported):
+    """T67. A head of which a file is half there is not taken for one."""
     folder, _ = exported
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -229,3 +230,46 @@ def test_config_json_round_trip_keeps_yarn_and_is_read_alike_by_transformers(att
     read = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert {k: rope_of(read)[k] for k in rope} == rope
     assert read["hidden_size"] == 16 and read["fc_norm"] is True
+
+
+@pytest.mark.parametrize("attention", ["llama", "mla"])
+@pytest.mark.parametrize("reader", ["vllm", "sglang"])
+def test_no_entry_of_an_exported_config_is_null(attention, reader, tmp_path):
+    """T41. Whatever the target or the head leaves open is left out, at every depth."""
+    head = toy_head(toy_config(attention, q_lora_rank=None))
+    target = toy_target(head, bos_token_id=None, eos_token_id=None)
+    folder = checkpoint.export(head, tmp_path / "head", target, reader=reader)
+    assert "null" not in (folder / "config.json").read_text()
+    assert (
+        not {"bos_token_id", "eos_token_id", "pad_token_id", "q_lora_rank"}
+        & json.loads((folder / "config.json").read_text()).keys()
+    )
+
+
+MLP_AND_NORMS = "mlp.gate_proj mlp.up_proj mlp.down_proj input_layernorm hidden_norm post_attention_layernorm"
+LLAMA_ATTENTION = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+MLA_ATTENTION = (
+    "self_attn.q_a_proj self_attn.q_a_layernorm self_attn.q_b_proj self_attn.kv_a_proj_with_mqa "
+    "self_attn.kv_a_layernorm self_attn.kv_b_proj self_attn.o_proj"
+)
+
+
+@pytest.mark.parametrize(
+    ("reader", "attention", "layer", "names"),
+    [
+        ("vllm", "llama", "layers.0.", LLAMA_ATTENTION),
+        ("vllm", "mla", "layers.0.", MLA_ATTENTION),
+        ("sglang", "llama", "midlayer.", LLAMA_ATTENTION),
+    ],
+)
+def test_the_tensors_of_a_head_are_exactly_those_its_server_reads(reader, attention, layer, names, tmp_path):
+    """T42. The whole set by hand: nothing else (an embedding, a fused qkv, a `model.` in front) and nothing less."""
+    head = toy_head(toy_config(attention))
+    folder = checkpoint.export(head, tmp_path / "head", toy_target(head), reader=reader)
+    expected = {f"{layer}{name}.weight" for name in f"{names} {MLP_AND_NORMS}".split()}
+    expected |= {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert set(load_file(folder / "model.safetensors")) == expected
+    retensor(folder, put(f"{layer}self_attn.qkv_proj.weight", lambda _: torch.zeros(4, 4)))
+    assert any(f"qkv_proj.weight is not a name that {reader}" in fault for fault in check_head(folder, reader=reader))
+    retensor(folder, put("embed_tokens.weight", lambda _: head.embedding[:-1]))
+    assert any("embed_tokens" in fault for fault in check_head(folder, reader=reader))

@@ -49,7 +49,8 @@ def test_kimi_width_sizes_are_those_of_the_published_heads():
 @pytest.mark.parametrize("flags", [{}, {"fc_norm": True}, {"q_lora_rank": None}])
 def test_counted_parameters_are_those_of_the_model(attention, flags):
     config = toy_config(attention, **flags)
-    head = Head(config, torch.zeros(config.vocab_size, config.hidden_size))
+    d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+    head = Head(config, torch.zeros(config.vocab_size, config.hidden_size), d2t)
     assert config.parameters() == sum(p.numel() for p in head.parameters())
 
 

@@ -8,6 +8,7 @@ from heads import toy_config, toy_head, toy_row
 
 from kimi_eagle.eagle3 import loss as losses
 from kimi_eagle.eagle3.loss import LOSSES, TargetOutput, sliced_loss
+from kimi_eagle.eagle3.model import Chain
 from kimi_eagle.training.row_loss import row_loss
 from kimi_eagle.training.rows import Packed
 
@@ -31,6 +32,7 @@ def test_losses_by_hand():
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"lk"}))  # lk holds its weight constant, which differences do not
 def test_gradients_match_finite_differences(name, monkeypatch):
+    """T62. The hand-written backward pass of every loss."""
     monkeypatch.setattr(losses, "SLICE", 3)
     torch.manual_seed(1)
     hidden = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
@@ -98,6 +100,7 @@ def toy_output(head):
 
 
 def test_a_row_without_a_trained_position_gives_a_zero_and_no_nan():
+    """T65. Nothing to divide by in this row."""
     head = toy_head(toy_config())
     value, counts = row_loss(head, toy_output(head), packed(toy_row(10, answer_from=10)), 3, "kl", [1.0] * 3)
     assert value.item() == 0 and counts.trained == [0, 0, 0] and not value.requires_grad
@@ -112,6 +115,39 @@ def test_row_loss_counts_and_equals_a_plain_sum(monkeypatch):
     monkeypatch.setattr("kimi_eagle.training.row_loss.CACHE_BYTES", 0)
     again, _ = row_loss(head, output, packed(row), 2, "kl", [0.5, 0.25])
     assert again.item() == pytest.approx(value.item(), rel=1e-5)
+
+
+def test_what_is_fed_and_what_is_asked_for_at_every_step(monkeypatch):
+    """T63. State, token and label of steps 0 to 2 on a row of eight tokens, seen where they are used: the text's own tokens
+    are fed at every step, and the label is the target's distribution of the token after the one fed."""
+    head, row = toy_head(toy_config()), toy_row(8, answer_from=3)
+    row.token_ids = torch.arange(8)  # a token says its own place
+    output = toy_output(head)
+    fed, states, labels = [], [], []
+    embed, finish, log_probs = head.embed, Chain._finish, output.draft_log_probs
+
+    def asked(given):
+        labels.append([int((row.hidden_states[:, -1] == s).all(-1).nonzero()) + 1 for s in given])
+        return log_probs(given)
+
+    def finished(chain, inputs, residual):
+        states.append(residual)
+        finish(chain, inputs, residual)
+        states.append(chain.fed_back)
+
+    monkeypatch.setattr(head, "embed", lambda tokens: fed.append(tokens.tolist()) or embed(tokens))
+    monkeypatch.setattr(Chain, "_finish", finished)
+    monkeypatch.setattr(output, "draft_log_probs", asked)
+    monkeypatch.setattr("kimi_eagle.training.row_loss.CACHE_BYTES", 0)  # so that labels are asked for step by step
+    row_loss(head, output, packed(row), 3, "kl", [1.0] * 3)
+    assert fed == [
+        [1, 2, 3, 4, 5, 6, 7, 7],
+        [3, 4, 5, 6, 7],
+        [4, 5, 6, 7, 7],
+    ]  # origins 1 to 5, the last fed beyond the text
+    assert labels == [[3, 4, 5, 6, 7], [4, 5, 6, 7], [5, 6, 7]]
+    torch.testing.assert_close(states[0], head.combine(row.hidden_states[:, :-1])[1:6])  # step 0: the target's states
+    assert states[2] is states[1] and states[4] is states[3]  # later steps: what the head itself gave
 
 
 def test_labels_are_the_targets_distribution_one_state_further_on():

@@ -62,6 +62,7 @@ def test_unrolled_training_equals_the_served_chain_from_every_origin(attention, 
 
 
 def test_documents_of_a_packed_row_do_not_see_each_other():
+    """T62. Positions restart with every text of a row, and no text attends to another."""
     head = toy_head(toy_config()).double()
     tokens, aux = torch.randint(0, V, (12,)), torch.randn(12, A, H, dtype=torch.float64)
     documents = torch.tensor([0] * 5 + [1] * 7)
@@ -114,11 +115,35 @@ def test_next_token_matters_and_later_tokens_do_not():
 
 
 def test_draft_tokens_are_target_ids():
+    """T49. What a chain drafts is mapped back before it is fed or compared."""
     head = toy_head(toy_config())
     hidden = torch.randn(7, H)
     draft_ids = head.lm_head(hidden).argmax(-1)
     assert head.draft_tokens(hidden).tolist() == [head.target_ids.tolist()[i] for i in draft_ids]
     assert 0 not in head.target_ids and 9 not in head.target_ids
+
+
+@pytest.mark.parametrize("attention", ["llama", "mla"])
+def test_recomputed_steps_give_the_same_loss_and_gradients_and_hold_less(attention):
+    """T64. One step with and without recomputation: equal loss and gradients, and half of what was kept is gone."""
+    tokens, aux = torch.randint(0, V, (24,)), torch.randn(24, A, H)
+    found = []
+    for recompute in (False, True):
+        head, held = toy_head(toy_config(attention)), []
+        keep = lambda tensor, held=held: held.append(tensor.nbytes) or tensor  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            chain = start(head, aux, tokens, recompute=recompute)
+            total = head.lm_head(chain.hidden).logsumexp(-1).sum()
+            for step in (1, 2):
+                chain.advance(tokens[(torch.arange(23) + 1 + step).clamp(max=23)])
+                total = total + head.lm_head(chain.hidden).logsumexp(-1).sum()
+        total.backward()
+        found.append((total.detach(), {n: p.grad for n, p in head.named_parameters()}, sum(held)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(g is not None and g.abs().sum() > 0 for g in found[0][1].values())
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+    assert found[1][2] < found[0][2] / 2
 
 
 @torch.no_grad()  # PyTorch has its backward on GPUs alone

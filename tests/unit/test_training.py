@@ -7,115 +7,31 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from heads import toy_config, toy_head
+from labs import H, N, lines, make_lab, make_store, settings
 from safetensors.torch import load_file, save_file
 
-from kimi_eagle import vocab_map
 from kimi_eagle.eagle3.checkpoint import check_head
 from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.target import describe
-from kimi_eagle.train import TrainConfig, train
+from kimi_eagle.train import train
 from kimi_eagle.training import rows, run_state
 from kimi_eagle.training.initial import WIDENED, copy_layer, initial_head
 from kimi_eagle.training.loop import Trainer
 from kimi_eagle.training.optimizer import learning_rate_factor
 from kimi_eagle.training.row_loss import row_loss
 
-V, H, N = 20, 32, 8
-
 torch.set_num_threads(1)  # toy sizes: threads only wait for each other
-
-
-def make_target(folder: Path) -> None:
-    """A Llama-shaped checkpoint of random weights: the three outer tensors and the last decoder layer."""
-    torch.manual_seed(0)
-    folder.mkdir()
-    text = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": N,
-        "hidden_size": H,
-        "vocab_size": V,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "intermediate_size": 24,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 64,
-    }
-    (folder / "config.json").write_text(json.dumps(text))
-    layer = f"model.layers.{N - 1}."
-    shapes = {
-        "model.embed_tokens.weight": (V, H),
-        "model.norm.weight": (H,),
-        "lm_head.weight": (V, H),
-        layer + "self_attn.q_proj.weight": (16, H),
-        layer + "self_attn.k_proj.weight": (8, H),
-        layer + "self_attn.v_proj.weight": (8, H),
-        layer + "self_attn.o_proj.weight": (H, 16),
-        layer + "mlp.gate_proj.weight": (24, H),
-        layer + "mlp.up_proj.weight": (24, H),
-        layer + "mlp.down_proj.weight": (H, 24),
-        layer + "input_layernorm.weight": (H,),
-        layer + "post_attention_layernorm.weight": (H,),
-    }
-    save_file(
-        {n: torch.ones(s) if len(s) == 1 else torch.randn(s) for n, s in shapes.items()}, folder / "model.safetensors"
-    )
-
-
-def make_store(folder: Path, target, prefix: str, samples: int, seed: int) -> None:
-    """Texts of a fixed cycle over the vocabulary, whose final state makes the target's arg-max the text's next token."""
-    generator = torch.Generator().manual_seed(seed)
-    lm_head, embedding = target.load_tensor("lm_head"), target.load_tensor("embed_tokens")
-    manifest = {"layer_ids": [2, 4, 5, N], "layer_id_convention": "vllm", "hidden_size": H, "target": target.identity()}
-    with StoreWriter(folder, manifest) as writer:
-        for number in range(samples):
-            length = int(torch.randint(6, 24, (1,), generator=generator))
-            begin = int(torch.randint(0, V, (1,), generator=generator))
-            tokens = (begin + 7 * torch.arange(length + 1)) % V
-            final = 4 * lm_head[tokens[1:]] / lm_head[tokens[1:]].norm(dim=-1, keepdim=True)
-            states = torch.stack([embedding[tokens[:-1]] * s for s in (1.0, -0.5, 0.7)] + [final], dim=1)
-            writer.add(f"{prefix}{number}", tokens[:-1], torch.arange(length) >= 3, states)
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A target, a training and a held-out store, and a vocabulary map."""
-    root = tmp_path_factory.mktemp("lab")
-    make_target(root / "target")
-    target = describe(root / "target")
-    make_store(root / "train", target, "t", 40, 1)
-    make_store(root / "held", target, "h", 10, 2)
-    counted = vocab_map.count_tokens(Store(root / "train"), V)
-    vocab_map.build(counted, 19, tokenizer_sha256=target.tokenizer_sha256).save(root / "map")
-    return root
-
-
-def settings(lab: Path, folder: Path, **changes) -> TrainConfig:
-    fields = dict(
-        target=str(lab / "target"),
-        train_store=lab / "train",
-        held_out_store=lab / "held",
-        vocab_map=lab / "map" / "vocab_map.safetensors",
-        folder=folder,
-        row_tokens=64,
-        batch_rows=2,
-        epochs=6,
-        learning_rate=0.02,
-        device="cpu",
-        train_lm_head=True,
-    )
-    return TrainConfig.of(**(fields | changes))
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return make_lab(tmp_path_factory.mktemp("lab"))
 
 
 def test_training_learns_and_leaves_a_sound_head(lab, tmp_path):
@@ -150,7 +66,7 @@ def test_a_finished_run_is_returned_without_training_again(lab, tmp_path):
 
 
 def test_a_killed_run_resumes_to_the_very_same_weights(lab, tmp_path):
-    """SIGKILL in the middle; what a second start ends with equals an undisturbed run, to the last bit, as do the metrics."""
+    """T67. SIGKILL in the middle; what a second start ends with equals an undisturbed run, to the last bit, as do the metrics."""
     whole = train(settings(lab, tmp_path / "whole", epochs=12))
     config = settings(lab, tmp_path / "killed", epochs=12, checkpoint_seconds=0.001)
     file = tmp_path / "config.json"

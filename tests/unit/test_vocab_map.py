@@ -1,12 +1,14 @@
 """The draft vocabulary: who is kept, ties, padding, identity, coverage."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kimi_eagle import vocab_map
+from kimi_eagle import tiny_kimi, vocab_map
 from kimi_eagle.errors import BadInput
+from kimi_eagle.target import describe
 from kimi_eagle.vocab_map import TokenCounts, build, consistency, count_tokens
 
 
@@ -37,6 +39,7 @@ def test_frequency_with_ties_by_id_and_special_tokens_first():
 
 
 def test_fewer_distinct_tokens_than_asked_for_are_padded_by_id():
+    """T45. Five distinct tokens, a draft vocabulary of eight, ten target tokens: always the same three are filled in."""
     made = build(counts(0, 0, 0, 1, 0, 1, 1, 1, 1, 0), 8)
     assert made.target_ids.tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
     assert build(counts(0, 0, 0, 1, 0, 1, 1, 1, 1, 0), 8).d2t.tolist() == made.d2t.tolist()
@@ -57,6 +60,7 @@ def test_the_whole_vocabulary_needs_no_offsets_and_too_small_a_one_is_refused():
 
 
 def test_a_map_of_other_data_tokenizer_or_size_is_refused(tmp_path):
+    """T46. A map says for which tokenizer, data and size it was made, and is loaded for no other."""
     made = build(counts(4, 3, 2, 1), 2, tokenizer_sha256="t")
     file = made.save(tmp_path / "maps")
     again = vocab_map.load(file, data_sha256="x", tokenizer_sha256="t", draft_vocab_size=2, vocab_size=4)
@@ -64,9 +68,45 @@ def test_a_map_of_other_data_tokenizer_or_size_is_refused(tmp_path):
     for key, value in {"data_sha256": "y", "tokenizer_sha256": "u", "draft_vocab_size": 3}.items():
         with pytest.raises(BadInput, match=key):
             vocab_map.load(file, **{key: value})
+    saved = json.loads(file.with_suffix(".json").read_text())
+    assert saved["tokenizer_sha256"] == "t" and saved["data_sha256"] == "x" and saved["draft_vocab_size"] == 2
+    changed = build(TokenCounts(torch.tensor([1, 2, 3, 4]), "y"), 2, tokenizer_sha256="t")
+    assert changed.save(tmp_path / "maps") == file  # the data changed and the map was made again, in its place
+    assert vocab_map.load(file, data_sha256="y").target_ids.tolist() == [2, 3]
+    with pytest.raises(BadInput, match="data_sha256"):
+        vocab_map.load(file, data_sha256="x")
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(BadInput, match="unreadable"):
         vocab_map.load(file)
+
+
+def test_every_draft_id_comes_back_from_the_target_vocabulary(tmp_path):
+    """T49. For all i t2d[i + d2t[i]] holds, ids are distinct and ascend, and nothing else is marked; also after a save."""
+    generator = torch.Generator().manual_seed(0)
+    counted = TokenCounts(torch.randint(0, 50, (300,), generator=generator), "x")
+    made = build(counted, 90, special_ids=[0, 7, 299])
+    for found in (made, vocab_map.load(made.save(tmp_path))):
+        ids = [i + int(offset) for i, offset in enumerate(found.d2t)]
+        assert ids == sorted(set(ids)) and len(ids) == 90 and {0, 7, 299} <= set(ids)
+        assert all(bool(found.t2d[i]) for i in ids) and int(found.t2d.sum()) == 90
+        rarest_kept = min(int(counted.counts[i]) for i in ids if i not in (0, 7, 299))
+        assert max(int(n) for i, n in enumerate(counted.counts) if i not in ids) <= rarest_kept
+
+
+def test_special_tokens_are_drafted_though_no_mask_saw_them(tmp_path):
+    """T50. Kimi's end of turn, end of text, thinking and tool tokens are in the map at a count of zero."""
+    target = describe(tiny_kimi.make(tmp_path / "tiny-kimi"))
+    names = ("[EOS]", "<|im_end|>", "<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_call_end|>")
+    ids = [target.tokenizer.convert_tokens_to_ids(name) for name in names]
+    seen = torch.zeros(target.vocab_size, dtype=torch.int64)
+    seen[:600] = torch.arange(600, 0, -1)
+    held = torch.zeros_like(seen)
+    held[[5, 6, ids[1], 1000]] = torch.tensor([4, 3, 2, 1])
+    made = vocab_map.for_target(TokenCounts(seen, "x"), target, 512)
+    assert len(set(ids)) == len(names) and not seen[ids].any()
+    assert made.t2d[ids].all() and made.t2d[:256].all() and not made.t2d[1000]
+    table = vocab_map.coverage_by_size(TokenCounts(seen, "x"), TokenCounts(held, "y"), target, [512])
+    assert table[0]["held_out"] == pytest.approx(0.9) and table[0]["trained"] < 1.0
 
 
 def test_coverage_per_size_on_trained_and_held_out_tokens():
