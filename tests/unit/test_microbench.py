@@ -58,6 +58,12 @@ def test_tries_are_set_against_the_untouched_run(monkeypatch):
     table = microbench.tries(2, (14,), ({"A": "1"}, {"B": "2"}))
     assert seen == [{}, {"A": "1"}, {"B": "2"}]
     assert table["effect"].tolist()[:2] == [1.0, 0.5] and pd.isna(table["effect"].iloc[2])
+    seen.clear()
+    known = pd.DataFrame({"variant": ["torch", "vllm"], "bytes": [14336, 14336], "median_us": [20.0, 1.0]})
+    again = microbench.tries(2, (14,), ({"A": "1"},), untouched=known)
+    assert seen == [{"A": "1"}] and again["effect"].tolist() == [1.0, 0.25], (
+        "what was measured already is not measured again"
+    )
 
 
 def gpus(**changes):
