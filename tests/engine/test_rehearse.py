@@ -12,6 +12,11 @@ from kimi_eagle.notebook import parameters
 STEPS = ["patches", "target", "tokenizer", "back end", "engine for states", "extraction", "vocabulary map", "training, 10 steps", "serving"]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def own_engines(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("KIMI_EAGLE_ENGINES", str(tmp_path_factory.mktemp("e")))
+
+
 def values(file="tiny_kimi.yaml", **changes):
     known = parameters.declared_everywhere()
     given = parameters.load(parameters.notebooks_folder().parent / "params" / file)
