@@ -111,4 +111,4 @@ def test_the_readme_shows_the_matrix_as_it_is_and_no_cell_is_wrong():
     readme = (paths.REPOSITORY / "README.md").read_text()
     assert page.in_readme(readme, rows) == readme
     assert page.faults(rows) == []
-    assert {"0.16.0", "0.32.0"} <= {row["vllm"] for row in rows}
+    assert "0.16.0" in {row["vllm"] for row in rows}, "the reported stack"
