@@ -94,6 +94,8 @@ def measured(table: pd.DataFrame, title: str = "Forecast against measurement") -
     ends = [table[["measured", "forecast"]].min().min(), table[["measured", "forecast"]].max().max()]
     axes[0].plot(ends, ends, color=style.QUIET, linewidth=1)
     axes[0].set(xscale="log", yscale="log", xlabel="measured [tokens/s]", ylabel="forecast [tokens/s]", title=title)
+    for axis in (axes[0].xaxis, axes[0].yaxis):  # decades alone: the numbers between them run into each other
+        axis.set_minor_formatter("")
     axes[0].legend(fontsize=8)
     axes[1].axhspan(-10, 10, color=style.QUIET, alpha=0.2, linewidth=0)
     axes[1].set_xscale("log", base=2)
