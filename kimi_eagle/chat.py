@@ -54,7 +54,11 @@ def read_prompts(path: Path, limit: int = 0) -> list[dict[str, str]]:
     if not path.is_file():
         raise BadInput(f"prompts: no file {path.name}; give a JSONL file with a `prompt` in each line.")
     rows, seen = [], set()
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"prompts {path.name}: cannot be read as UTF-8 text ({type(error).__name__}).") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

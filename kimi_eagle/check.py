@@ -24,6 +24,10 @@ def check(path: Path, target: str = "", reader: str = "vllm") -> tuple[str, list
         if reader not in ("vllm", "sglang"):
             raise BadInput(f"reader {reader!r}: use vllm or sglang.")
         return "head", check_head(path, describe(target) if target else None, reader)
+    if not path.is_dir():
+        raise BadInput(
+            f"{path}: {'a file' if path.exists() else 'no such folder'}; name the folder of a store, a head or a run."
+        )
     raise BadInput(
         f"{path.name}: neither a hidden-state store, nor a head, nor a run (no manifest.json, config.json or result.json in it)."
     )
@@ -41,7 +45,12 @@ def sound(kind: str, path: Path, target: str = "", reader: str = "vllm") -> str:
 
 
 def _run_faults(folder: Path) -> list[str]:
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        if not {"stages", "artifacts"} <= set(result) and not {"stage", "status", "artifacts"} <= set(result):
+            raise ValueError("keys are missing")
+    except (ValueError, TypeError) as error:
+        return [f"result.json is not one of a run or a stage ({error})."]
     if "stage" in result:
         results = {result["stage"]: result}
         states = {result["stage"]: result["status"]}

@@ -149,14 +149,19 @@ def rehearse(
     """
     import shutil
 
+    from kimi_eagle.notebook import preflight
+
+    preflight.check(values := _values(file))  # in a second, before what follows imports torch
     from kimi_eagle import paths
     from kimi_eagle import rehearse as module
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = paths.outputs() / f"{file.stem}.rehearsal"
-    seconds = module.rehearse(_values(file), folder)
-    if not keep:
-        shutil.rmtree(folder)
+    try:
+        seconds = module.rehearse(values, folder)
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
     print(f"rehearsal of {file.name}: nothing breaks, {sum(seconds.values()) / 60:.1f} min")
 
 
@@ -205,14 +210,9 @@ def compat(
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        for row in found:
-            print(
-                f"{row['state']:<14} {row['id']:<34} {row['package']} {row['versions']}\n{'':15}{row['symptom']}\n{'':15}{row['reason']}"
-            )
-        for row in able:
-            print(f"on GPUs, {row['target']}: back end {row['backend']}: {row['reason']}")
-        if not release:
-            print("no vLLM here: install one (README, 'Which environment'), or name a wheel or folder with --vllm.")
+        chosen = [f"on GPUs, {r['target']}: back end {r['backend']}: {r['reason']}" for r in able]
+        print(module.rows_text(found), *chosen, sep="\n")
+        print("" if release else "no vLLM here: install one (README, 'Which environment'), or name one with --vllm.")
     if not able or any(r["backend"] == "none" for r in able) or any(r["state"] == "refused" for r in found):
         raise typer.Exit(3)
 

@@ -3,16 +3,16 @@
 Nothing here imports vLLM, torch or transformers, makes a target, or asks a network.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from kimi_eagle import paths
+from kimi_eagle.chat import read_prompts
 from kimi_eagle.errors import BadInput
 from kimi_eagle.extract.budget import bytes_per_token
 from kimi_eagle.speedup.sizes import KIMI_K2, draft_sizes
-from kimi_eagle.target import text_config
+from kimi_eagle.target import describe
 from kimi_eagle.tiny_kimi import TEXT as TINY_KIMI
 
 # SmolLM2-135M's configuration, so that an estimate does not have to make the checkpoint first.
@@ -91,7 +91,7 @@ def configuration(name: str) -> dict[str, Any]:
     if not file.is_file():
         file = _hub_cache(name)
     if file:
-        return text_config(json.loads(file.read_text(encoding="utf-8")))
+        return describe(file.parent).text_config
     if "kimi-k2" in name.lower():
         return KIMI_K2
     raise BadInput(
@@ -104,8 +104,7 @@ def prompt_lengths(file: str, limit: int) -> list[int]:
     path = paths.resolve(file)
     if not path.is_file():
         raise BadInput(f"prompts {file!r}: no such file; give a .jsonl file, relative to the repository or absolute.")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [TEMPLATE_TOKENS + int(len(line) / CHARACTERS_PER_TOKEN) for line in lines[: limit or None]]
+    return [TEMPLATE_TOKENS + int(len(row["prompt"]) / CHARACTERS_PER_TOKEN) for row in read_prompts(path, limit)]
 
 
 def free_bytes() -> int:

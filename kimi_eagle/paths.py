@@ -1,11 +1,14 @@
 """Where things live: the repository, the cache of made targets, the outputs, and the runtime folder of engines."""
 
 import os
+import re
 import tempfile
+import time
 from pathlib import Path
 
 import platformdirs
 
+STARTING_S = 10.0  # an engine that is being started has a folder before it has a state
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -30,3 +33,17 @@ def resolve(path: str | Path) -> Path:
     """A path of a parameter file: absolute as it is, relative against the repository, so that no run depends on where it starts."""
     given = Path(path).expanduser()
     return given if given.is_absolute() else REPOSITORY / given
+
+
+def engine_entries() -> list[Path]:
+    """The folders of engines in `engines()`, by name: a key of twelve hexadecimal digits, and not one that is being made just now.
+
+    Whatever else lies there is somebody's own: the variable may point to a home folder.
+    """
+    found = []
+    for folder in sorted(engines().iterdir()):
+        if re.fullmatch(r"[0-9a-f]{12}", folder.name) and folder.is_dir():
+            young = time.time() - folder.stat().st_mtime < STARTING_S
+            if (folder / "state.json").is_file() or not young:
+                found.append(folder)
+    return found

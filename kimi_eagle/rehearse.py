@@ -33,6 +33,7 @@ def rehearse(values: dict[str, Any], folder: Path, tell: Callable[[str], None] =
 
     Raises the failing step's own error, its name in front; `folder` is emptied first and holds what was made.
     """
+    from kimi_eagle.extract import configure
     from kimi_eagle.notebook import preflight
 
     preflight.check(values)
@@ -43,7 +44,11 @@ def rehearse(values: dict[str, Any], folder: Path, tell: Callable[[str], None] =
     with steps("patches") as say:
         say(_patches())
     with steps("target") as say:
-        short = short_copy(_files(cfg.target), folder / "target", cfg.dtype)
+        full = _files(cfg.target)
+        configure.engine_config(
+            full, "extract", tensor_parallel=cfg.tensor_parallel
+        )  # before anything large is written
+        short = short_copy(full, folder / "target", cfg.dtype)
         say(
             f"{short.architecture}, {short.num_layers} layers at full width {short.hidden_size}, quantization {short.quantization}"
         )
@@ -54,11 +59,11 @@ def rehearse(values: dict[str, Any], folder: Path, tell: Callable[[str], None] =
     with steps("vocabulary map") as say:
         map_file = _map(short, cfg, stores["train"], folder)
         say(f"draft vocabulary of {len(vocab_map.load(map_file).d2t)}")
-    with steps(f"training, {STEPS} steps") as say:
-        head = _train(short, cfg, stores, map_file, folder)
-        say(f"head exported for vLLM, attention {cfg.head_attention}")
+    with steps("training") as say:
+        trained = _train(short, cfg, stores, map_file, folder)
+        say(f"{trained.steps} steps; head exported for vLLM, attention {cfg.head_attention}")
     with steps("serving") as say:
-        say(_serve(short, cfg, head, rows))
+        say(_serve(short, cfg, trained.head, rows))
     return steps.seconds
 
 
@@ -127,20 +132,26 @@ def _map(short: Target, cfg: Any, store: Path, folder: Path) -> Path:
     return vocab_map.for_target(counted, short, cfg.draft_vocab_size).save(folder / "map")
 
 
-def _train(short: Target, cfg: Any, stores: dict[str, Path], map_file: Path, folder: Path) -> Path:
+def _train(short: Target, cfg: Any, stores: dict[str, Path], map_file: Path, folder: Path) -> Any:
     from kimi_eagle.eagle3 import contract
     from kimi_eagle.hidden_store import Store
     from kimi_eagle.train import train
     from kimi_eagle.training.settings import for_stage
 
-    # Rows short enough that the few tokens here make STEPS steps in one or two epochs.
+    # Rows short enough that the few tokens here make about STEPS steps of one epoch.
     tokens = Store(stores["train"]).tokens
-    row_tokens = max(16, min(cfg.row_tokens, tokens * cfg.epochs // (STEPS * cfg.batch_rows * cfg.train_processes)))
-    own = {"target": str(short.path), "row_tokens": row_tokens, "initial_weights": "random", "evaluation_samples": 2}
+    row_tokens = max(16, min(cfg.row_tokens, tokens // (STEPS * cfg.batch_rows * cfg.train_processes)))
+    own = {
+        "target": str(short.path),
+        "row_tokens": row_tokens,
+        "epochs": 1,
+        "initial_weights": "random",
+        "evaluation_samples": 2,
+    }
     trained = train(for_stage(SimpleNamespace(**{**vars(cfg), **own, "folder": folder / "train"}), stores, map_file))
     if faults := contract.check_head(trained.head, short, "vllm"):
         raise StageFailed(faults[0])
-    return trained.head
+    return trained
 
 
 def _serve(short: Target, cfg: Any, head: Path, rows: list[chat.Answer]) -> str:

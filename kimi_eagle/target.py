@@ -190,6 +190,8 @@ def _from_folder(name: str, folder: Path) -> Target:
         config = json.loads(file.read_text())
     except ValueError as error:
         raise BadInput(f"target {name}: its config.json is not JSON ({error}).") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"target {name}: its config.json is not a JSON object; give a Hugging Face checkpoint folder.")
     text = text_config(config)
     missing = [k for k in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads") if not text.get(k)]
     if missing:

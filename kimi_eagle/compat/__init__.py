@@ -28,6 +28,7 @@ __all__ = [
     "open_source",
     "patches",
     "release",
+    "rows_text",
     "undo",
 ]
 
@@ -47,6 +48,15 @@ def compat_rows(vllm: str | Path | None = None, speculators: str | Path | None =
         except MissingCapability:
             sources[package] = None
     return [_row(patch, sources[patch.package], sources["vllm"], patch.id in chosen) for patch in patches()]
+
+
+def rows_text(rows: list[dict]) -> str:
+    """The rows of `compat_rows` as three lines each: state and patch, what breaks without it, why it is needed or not."""
+    blank = " " * 15
+    return "\n".join(
+        f"{r['state']:<14} {r['id']:<34} {r['package']} {r['versions']}\n{blank}{r['symptom']}\n{blank}{r['reason']}"
+        for r in rows
+    )
 
 
 def release(vllm: str | Path | None = None) -> str:

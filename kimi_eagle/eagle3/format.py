@@ -106,8 +106,11 @@ def config_from_json(written: dict[str, Any]) -> HeadConfig:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a head folder; BadInput where there is none or it is not JSON."""
     try:
-        return json.loads((folder / "config.json").read_text())
+        written = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         raise BadInput(f"head {folder.name}: no config.json in the folder.") from None
     except ValueError as error:
         raise BadInput(f"head {folder.name}: config.json is not JSON ({error}).") from None
+    if not isinstance(written, dict):
+        raise BadInput(f"head {folder.name}: config.json is not a JSON object.")
+    return written

@@ -56,9 +56,13 @@ def engine_config(
 
     Raises BadInput where the target's heads do not divide by the tensor-parallel size.
     """
-    if target.num_attention_heads % tensor_parallel or (
-        not target.is_mla
-        and max(target.num_key_value_heads, tensor_parallel) % min(target.num_key_value_heads, tensor_parallel)
+    if (
+        tensor_parallel < 1
+        or target.num_attention_heads % tensor_parallel
+        or (
+            not target.is_mla
+            and max(target.num_key_value_heads, tensor_parallel) % min(target.num_key_value_heads, tensor_parallel)
+        )
     ):
         raise BadInput(
             f"tensor parallel size {tensor_parallel}: the {target.num_attention_heads} heads "

@@ -181,7 +181,7 @@ def connect(folder: Path) -> Connection:
 def running() -> list[Running]:
     """Every engine of this user that is alive, oldest first; entries of dead ones are cleared away."""
     found = []
-    for folder in sorted(paths.engines().iterdir()):
+    for folder in paths.engine_entries():
         _clear_dead(folder)
         state, config = read_json(folder / "state.json"), read_json(folder / "config.json")
         if state and config:

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from kimi_eagle.extract import engine, speculators
 
 GRACE_S = 12.0  # how long an engine outlives its last owner: a restarted kernel may attach again
 WATCH_S = 2.0
+# A stranger without the key, bytes that are no message, or a client that went away: none of them ends an engine.
+REFUSED = (OSError, EOFError, AssertionError, ValueError, AuthenticationError)
 # After the last request is answered, a connector still has states to write; it does so in further engine steps.
 SETTLING_STEPS = 50
 
@@ -72,6 +75,8 @@ class Host:
         finished, begun, told = 0, time.perf_counter(), 0.0
         while self.core.has_unfinished_requests():
             for output in self.core.step():
+                if output.request_id not in results:  # what an earlier call left behind
+                    continue
                 result = results[output.request_id]
                 self._take(result, output)
                 if output.finished:
@@ -181,11 +186,7 @@ def serve(folder: Path) -> None:
         while True:
             try:
                 connection = listener.accept()
-            except (
-                OSError,
-                EOFError,
-                AssertionError,
-            ) as error:  # a stranger without the key, or a client that went away
+            except REFUSED as error:
                 print(f"connection refused: {error}", flush=True)
                 continue
             state["busy"] = True
@@ -220,6 +221,7 @@ def _answer(host: Host, connection: Connection) -> None:
             raise
         except Exception as error:
             traceback.print_exc()
+            _abort_leftovers(host)  # requests that were sent before the one that failed
             connection.send(("error", f"{type(error).__name__}: {str(error)[:2000]}"))
         else:
             connection.send(("result", result))

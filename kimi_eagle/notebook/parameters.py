@@ -245,6 +245,8 @@ class _UniqueKeys(yaml.SafeLoader):
         """The mapping of `node`, or a YAMLError naming the second place of a repeated key."""
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key that is not a plain word", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value} is written twice", key.start_mark

@@ -9,9 +9,32 @@ from pathlib import Path
 from typing import Any
 
 from kimi_eagle import paths
+from kimi_eagle.chat import read_prompts
 from kimi_eagle.errors import BadInput
 from kimi_eagle.extract import engine
 from kimi_eagle.target import MADE
+
+# Held against the modules that read them by tests/unit/test_parameters.py; here, since importing those takes seconds.
+CHOICES = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "extract_backend": ("auto", "connector", "hooks", "speculators"),
+    "head_attention": ("llama", "mla"),
+    "loss": ("kl", "ce", "tv", "nla", "lk"),
+    "initial_weights": ("target", "random"),
+    "train_device": ("auto", "cpu", "cuda"),
+    "head_dtype": ("auto", "float32", "bfloat16"),
+    "profile_communicator": ("auto", "gloo"),
+}
+MANY = 1e18
+_COUNTS = "tensor_parallel profile_tensor_parallel max_model_len max_batched_tokens max_sequences answer_tokens samples_per_prompt verify_rows "
+_COUNTS += "profile_steps profile_context draft_vocab_size epochs batch_rows evaluation_samples train_processes serve_tokens serve_batch "
+_COUNTS += "speed_tokens speed_rounds speed_repeats"
+RANGES = {name: (1, MANY) for name in _COUNTS.split()} | {
+    "max_prompts": (0, MANY), "serve_prompts": (0, MANY), "num_speculative_tokens": (0, 64), "held_out_fraction": (0.0, 0.9),
+    "temperature": (0.0, 10.0), "gpu_memory": (0.01, 1.0), "ttt_steps": (1, 16), "row_tokens": (16, MANY), "step_decay": (1e-6, 1.0),
+    "warmup_fraction": (0.0, 0.999), "learning_rate": (1e-12, 10.0), "idle_minutes": (0, MANY),
+}  # fmt: skip
+STAGES = ("00", "01", "02", "03", "04", "05")
 
 
 def check(values: dict[str, Any]) -> None:
@@ -20,9 +43,30 @@ def check(values: dict[str, Any]) -> None:
         check_target(values["target"])
     if values.get("engine_port"):
         check_ports(values["engine_port"])
-    if values.get("prompts") and not paths.resolve(values["prompts"]).is_file():
+    if values.get("prompts"):
+        file = paths.resolve(values["prompts"])
+        if not file.is_file():
+            raise BadInput(
+                f"prompts {values['prompts']!r}: no such file; give a .jsonl file, relative to the repository or absolute."
+            )
+        read_prompts(file)
+    check_values(values)
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """BadInput for a word that is none of its choices, or a number outside of its range; absent keys are skipped."""
+    for name, choices in CHOICES.items():
+        if name in values and values[name] not in choices:
+            near = difflib.get_close_matches(str(values[name]), choices, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise BadInput(f"{name} {values[name]!r}: use one of {', '.join(choices)}{hint}.")
+    for name, (low, high) in RANGES.items():
+        if name in values and not low <= values[name] <= high:
+            limit = f"from {low:g} to {high:g}" if high < MANY else f"{low:g} or more"
+            raise BadInput(f"{name} {values[name]!r}: give {limit}.")
+    if "expected_minutes" in values and len(values["expected_minutes"]) != len(STAGES):
         raise BadInput(
-            f"prompts {values['prompts']!r}: no such file; give a .jsonl file, relative to the repository or absolute."
+            f"expected_minutes: give {len(STAGES)} numbers, one a notebook, not {len(values['expected_minutes'])}."
         )
 
 
@@ -33,8 +77,10 @@ def check_target(name: str) -> None:
     folder = paths.resolve(name)
     if folder.is_dir():
         try:
-            json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            readable = isinstance(json.loads((folder / "config.json").read_text(encoding="utf-8")), dict)
         except (OSError, ValueError):
+            readable = False
+        if not readable:
             raise BadInput(
                 f"target {Path(name).name!r}: its folder has no readable config.json; give a checkpoint folder."
             ) from None

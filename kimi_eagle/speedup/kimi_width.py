@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kimi_eagle.errors import BadInput
 from kimi_eagle.speedup.outlook import Acceptance
 from kimi_eagle.speedup.sizes import draft_sizes, target_sizes
 from kimi_eagle.speedup.step import Draft, Observation, StepModel, calibrate, fit
@@ -19,7 +20,7 @@ from kimi_eagle.speedup.step import Draft, Observation, StepModel, calibrate, fi
 H200 = {
     "memory_gb_s": 4800.0,
     "compute_tflops": 400.0,
-}  # NVIDIA's data sheet; half of its dense bf16 rate, where the fit starts
+}  # memory from NVIDIA's data sheet; the computing rate is where the fit starts, below half of the dense bf16 rate
 FREE = ("fixed_us", "memory_efficiency", "compute_tflops")
 
 
@@ -40,7 +41,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def host_cost(small: list[dict[str, Any]]) -> dict[str, float]:
-    """What speculation costs the host, from a target whose step waits for it: {pass_us, step_us} at one stream.
+    """What speculation costs the host, from a target whose step waits for it: {pass_us, step_us} at one stream; the first is used.
 
     A step with k drafts is longer than a plain one by `step_us + k x pass_us` (straight line through the measured k).
     """
@@ -57,7 +58,9 @@ def hold_against(measured: list[dict[str, Any]]) -> Case:
     """
     small = [r for r in measured if r["shape"] == "small"]
     wide = [r for r in measured if r["shape"] != "small"]
-    plain = next(r for r in wide if r["k"] == 0)
+    plain = next((r for r in wide if r["k"] == 0), None)
+    if plain is None:
+        raise BadInput("the records hold no engine without a draft (k = 0), which is what the forecast is fitted to.")
     target, own, context = plain["target"], plain["draft"], plain["context"]
     width = 4.0 if target["torch_dtype"] == "float32" else 2.0
     seen = [Observation(r["median_us"], r["concurrency"], context=context) for r in plain["rows"]]
@@ -66,7 +69,8 @@ def hold_against(measured: list[dict[str, Any]]) -> Case:
     model = calibrate(model, seen)
     shape = target | {"head_dim": own["head_dim"], "num_key_value_heads": own["num_key_value_heads"]}
     head = draft_sizes(shape, attention="llama", intermediate=own["intermediate_size"], weight_bytes=width)
-    host = host_cost(small) if len({r["k"] for r in small}) > 2 else {"pass_us": 0.0, "step_us": 0.0}
+    found = {r["k"] for r in small}
+    host = host_cost(small) if 0 in found and len(found) > 2 else {"pass_us": 0.0, "step_us": 0.0}
     draft = Draft(head, max(0.0, host["pass_us"]))
     base = {r["concurrency"]: r["emitted"] / r["seconds"] for r in plain["rows"]}
     rows, rates = [], ()

@@ -9,7 +9,7 @@ from kimi_eagle import target as targets
 from kimi_eagle.errors import BadInput, KimiEagleError
 from kimi_eagle.notebook import parameters
 
-STEPS = ["patches", "target", "tokenizer", "back end", "engine for states", "extraction", "vocabulary map", "training, 10 steps", "serving"]  # fmt: skip
+STEPS = ["patches", "target", "tokenizer", "back end", "engine for states", "extraction", "vocabulary map", "training", "serving"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

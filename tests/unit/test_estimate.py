@@ -53,8 +53,13 @@ def test_a_target_that_nothing_here_describes_is_refused(name: str) -> None:
 
 
 def test_a_wrapper_is_unwrapped(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 7}}))
-    assert estimate.configuration(str(tmp_path)) == {"hidden_size": 7}
+    text = {"hidden_size": 7, "num_hidden_layers": 2, "vocab_size": 9, "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    assert estimate.configuration(str(tmp_path)) == text
+    for broken in ("{}", "[]", "no"):
+        (tmp_path / "config.json").write_text(broken)
+        with pytest.raises(BadInput, match=r"config\.json"):
+            estimate.configuration(str(tmp_path))
 
 
 def test_it_answers_without_torch_and_vllm() -> None:

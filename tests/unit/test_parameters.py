@@ -128,3 +128,40 @@ def test_a_missing_file_names_those_that_there_are(notebooks: Path, tmp_path: Pa
 def test_run_names_that_would_leave_outputs_are_refused(name: str) -> None:
     with pytest.raises(BadInput):
         parameters.check_run_name(name)
+
+
+def test_the_choices_that_preflight_knows_are_those_of_the_modules_that_read_them():
+    from typing import get_args
+
+    from kimi_eagle.eagle3.loss import LOSSES
+    from kimi_eagle.extract.backends import ORDER
+    from kimi_eagle.notebook import preflight
+    from kimi_eagle.training.settings import TrainConfig
+
+    def literal(field):
+        return get_args(TrainConfig.model_fields[field].annotation)
+
+    assert set(preflight.CHOICES["loss"]) == set(LOSSES)
+    assert preflight.CHOICES["extract_backend"] == ("auto", *ORDER)
+    assert preflight.CHOICES["head_attention"] == literal("head_attention")
+    assert preflight.CHOICES["initial_weights"] == literal("initial")
+    assert preflight.CHOICES["head_dtype"] == literal("head_dtype")
+    known = parameters.declared_everywhere()
+    assert {*preflight.CHOICES, *preflight.RANGES} <= set(known)
+    assert len(preflight.STAGES) == len(parameters.stages())
+
+
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("loss", "kll", "did you mean kl"),
+    ("dtype", "float99", "use one of float32"),
+    ("extract_backend", "magic", "use one of auto"),
+    ("tensor_parallel", 0, "give 1 or more"),
+    ("held_out_fraction", 7.0, "give from 0 to 0.9"),
+    ("max_prompts", -5, "give 0 or more"),
+    ("expected_minutes", [], "give 6 numbers"),
+])  # fmt: skip
+def test_a_value_that_would_fail_hours_later_is_refused_at_once(name, value, words):
+    from kimi_eagle.notebook import preflight
+
+    with pytest.raises(BadInput, match=words):
+        preflight.check({name: value})

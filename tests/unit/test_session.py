@@ -21,3 +21,19 @@ def test_only_declared_parameters_reach_the_engine():
     cfg = Cfg()
     cfg.__dict__.update(dtype="bfloat16", engine_port=9000, temperature=0.3)
     assert session.options(cfg) == {"dtype": "bfloat16", "port": 9000}
+
+
+def test_only_engines_own_folders_are_touched(tmp_path, monkeypatch):
+    """KIMI_EAGLE_ENGINES may point to a home folder: listing engines must not clear it."""
+    import os
+    import time
+
+    from kimi_eagle.extract import engine
+
+    monkeypatch.setenv("KIMI_EAGLE_ENGINES", str(tmp_path))
+    for name in ("precious", "0123456789ab", "ba9876543210"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_text("x")
+    os.utime(tmp_path / "0123456789ab", (time.time() - 100,) * 2)  # a dead engine's; the other is being started
+    assert engine.running() == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ba9876543210", "precious"]
