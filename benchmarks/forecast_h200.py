@@ -48,11 +48,9 @@ SMALL = {
     "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
 }  # fmt: skip
 # On a CPU, vLLM runs no Llama draft beside an MLA target (no common block size): the toy target is a Llama.
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096, "intermediate_size": 256, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "rope_theta": 50000.0, "max_position_embeddings": 4096, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+TINY = SMALL | {
+    "hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 4096,
+    "intermediate_size": 256, "rope_theta": 50000.0, "tie_word_embeddings": False, "torch_dtype": "float32",
 }  # fmt: skip
 
 

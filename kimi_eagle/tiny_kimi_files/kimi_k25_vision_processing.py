@@ -17,7 +17,7 @@ class KimiK25VisionProcessor(BaseImageProcessor):
         self.media_proc_cfg = media_proc_cfg or {}
 
     def media_tokens_calculator(self, media):
-        """Number of placeholder tokens of one image or video chunk."""
+        """Number of tokens that stand for one image or video chunk."""
         return self.num_frames_per_chunk
 
     def preprocess(self, medias, **kwargs):
