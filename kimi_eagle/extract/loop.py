@@ -2,16 +2,16 @@
 
 import hashlib
 import json
+import os
 import shutil
-import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from kimi_eagle.chat import Answer
 from kimi_eagle.errors import StageFailed
@@ -20,7 +20,12 @@ from kimi_eagle.extract.engine import Engine
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.target import Target
 
-GROUP_TOKENS = 32768  # tokens handed to the engine at once: enough to fill its batches, little to redo after a kill
+# Rows handed to the engine at once: a group is to take about GROUP_SECONDS (its end leaves the engine's last steps half empty),
+# and its states wait in memory for the store, so GROUP_BYTES bounds it.
+GROUP_SECONDS = 20.0
+GROUP_BYTES = 1 << 30
+FIRST_GROUP_TOKENS = 16384
+SAVE_SECONDS = 60.0  # a store's open shard is written at least this often: what a kill may cost
 REJECT_LIMIT = 0.02  # share of rows without usable states above which the run stops
 
 
@@ -83,15 +88,18 @@ def extract(
         budget.check_space(
             folder, sum(len(r.token_ids) for r in missing), len(plan.layer_ids), plan.target.hidden_size, plan.dtype
         )
-        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder))
+        staging = _staging(folder)
+        groups = _Groups(missing, plan)
         reader = ThreadPoolExecutor(1)
         pending: Future | None = None
         try:
-            for done, group in _groups(missing):
-                paths = _run(plan, engine, group, staging)
+            for done, group in groups:
+                begun = time.monotonic()
+                states = _run(plan, engine, group, staging)
+                groups.took(time.monotonic() - begun)
                 if pending:
                     pending.result()
-                pending = reader.submit(_store, writer, group, paths)
+                pending = reader.submit(_store, writer, group, states)
                 if len(writer.rejected) > max(1, REJECT_LIMIT * len(rows)):
                     raise StageFailed(
                         f"extraction: {len(writer.rejected)} rows have no usable states ({_sample(writer)})."
@@ -133,37 +141,64 @@ def figures(
     return tree, units
 
 
-def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Path) -> dict[str, str]:
+def _staging(folder: Path) -> Path:
+    """An empty folder for states on their way: in memory where there is room, so that they reach the disk once.
+
+    Its name follows from the store's, so that what a killed run left there goes first (the writer's lock is held).
+    """
+    name = f"kimi-eagle-{os.getuid()}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
+    places = [Path("/dev/shm") / name, folder / ".staging"]
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 * GROUP_BYTES
+    staging = places[0] if roomy else places[1]
+    staging.mkdir(mode=0o700)
+    return staging
+
+
+def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Path) -> Any:
     requests = [{"id": r.sample_id, "prompt_token_ids": r.token_ids} for r in group]
     return backends.backend(plan.backend).run(engine, requests, plan.layer_ids, str(staging))
 
 
-def _store(writer: StoreWriter, group: list[Answer], paths: dict[str, str]) -> None:
+def _store(writer: StoreWriter, group: list[Answer], states: Any) -> None:
     for row in group:
         try:
-            found = load_file(paths[row.sample_id])
+            token_ids, found = states.row(row.sample_id)
         except (OSError, KeyError) as error:
             writer.reject(row.sample_id, f"no states came out of the engine ({error})")
             continue
-        if found["token_ids"].tolist() != row.token_ids:
-            writer.reject(
-                row.sample_id, f"states of {len(found['token_ids'])} other tokens than the row's {len(row.token_ids)}"
-            )
+        if token_ids.tolist() != row.token_ids:
+            writer.reject(row.sample_id, f"states of {len(token_ids)} other tokens than the row's {len(row.token_ids)}")
         else:
-            writer.add(row.sample_id, found["token_ids"], torch.tensor(row.loss_mask), found["hidden_states"])
-        Path(paths[row.sample_id]).unlink()
+            writer.add(row.sample_id, token_ids, torch.tensor(row.loss_mask), found)
+    states.remove()
+    if writer.idle_seconds > SAVE_SECONDS:
+        writer.flush()
 
 
-def _groups(rows: list[Answer]) -> Any:
-    """(rows done after it, group) with about GROUP_TOKENS tokens each."""
-    group: list[Answer] = []
-    tokens = 0
-    for index, row in enumerate(rows):
-        group.append(row)
-        tokens += len(row.token_ids)
-        if tokens >= GROUP_TOKENS or index + 1 == len(rows):
-            yield index + 1, group
-            group, tokens = [], 0
+class _Groups:
+    """(rows done after it, group) by turns; their size follows from how long the last one took."""
+
+    def __init__(self, rows: list[Answer], plan: Plan):
+        self.rows = rows
+        self.most = GROUP_BYTES // budget.bytes_per_token(len(plan.layer_ids), plan.target.hidden_size, plan.dtype)
+        self.tokens = min(FIRST_GROUP_TOKENS, self.most)
+
+    def took(self, seconds: float) -> None:
+        """The group before took so long."""
+        self.tokens = max(1, min(self.most, int(self.tokens * min(4.0, GROUP_SECONDS / max(seconds, 1e-3)))))
+
+    def __iter__(self) -> Iterator[tuple[int, list[Answer]]]:
+        begin = 0
+        while begin < len(self.rows):
+            end, tokens = begin, 0
+            while end < len(self.rows) and (end == begin or tokens + len(self.rows[end].token_ids) <= self.tokens):
+                tokens += len(self.rows[end].token_ids)
+                end += 1
+            yield end, self.rows[begin:end]
+            begin = end
 
 
 def _sample(writer: StoreWriter) -> str:
