@@ -162,12 +162,14 @@ class StoreWriter:
         if reason:
             self.reject(sample_id, reason)
             return False
-        self.done.add(sample_id)
         if self._shard is not None and not self._shard.fits(hidden_states):
             self.flush()
         if self._shard is None:
             self._shard = Shard(hidden_states, self.shard_bytes)
-        self._shard.add(sample_id, token_ids, loss_mask, hidden_states)
+        if not self._shard.add(sample_id, token_ids, loss_mask, hidden_states):
+            self.reject(sample_id, "states that are not finite")
+            return False
+        self.done.add(sample_id)
         return True
 
     @property
@@ -185,7 +187,7 @@ class StoreWriter:
         """Hand the rows at hand to the writing threads as one shard; waits where all of them are busy."""
         self._raise()
         self._flushed = time.monotonic()
-        if self._shard is not None:
+        if self._shard is not None and self._shard.names:
             self._room.acquire()
             self._pool.submit(self._write_shard, self._shard, self._next)
             self._next, self._shard = self._next + 1, None
@@ -209,7 +211,7 @@ class StoreWriter:
         expected = (len(token_ids), len(self.manifest["layer_ids"]), self.manifest["hidden_size"])
         if tuple(hidden_states.shape) != expected or len(loss_mask) != len(token_ids):
             return f"states of shape {tuple(hidden_states.shape)} and {len(loss_mask)} mask entries where {expected} is expected"
-        return "" if is_finite(hidden_states) else "states that are not finite"
+        return ""
 
     def _raise(self) -> None:
         if self._error:

@@ -21,13 +21,17 @@ class Shard:
         """Whether the block has room for another row."""
         return self.ends[-1] + len(states) <= len(self.states) and states.dtype == self.states.dtype
 
-    def add(self, name: str, ids: torch.Tensor, mask: torch.Tensor, states: torch.Tensor) -> None:
-        """One more row."""
-        self.states[self.ends[-1] : self.ends[-1] + len(states)] = states
+    def add(self, name: str, ids: torch.Tensor, mask: torch.Tensor, states: torch.Tensor) -> bool:
+        """One more row; False, and nothing changed, where its states are not finite."""
+        place = self.states[self.ends[-1] : self.ends[-1] + len(states)]
+        place.copy_(states)
+        if not is_finite(place):
+            return False
         self.names.append(name)
         self.ids.append(ids.to(torch.int32))
         self.masks.append(mask.to(torch.bool))
         self.ends.append(self.ends[-1] + len(states))
+        return True
 
     def content(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """The file's tensors, and a line per row for the index."""

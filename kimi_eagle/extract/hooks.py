@@ -10,7 +10,7 @@ from typing import Any
 
 from kimi_eagle.errors import StageFailed
 from kimi_eagle.extract.backends import Facts, Verdict
-from kimi_eagle.extract.recorder import Recorder
+from kimi_eagle.extract.recorder import Buffers, Recorder
 from kimi_eagle.extract.states import StepStates
 from kimi_eagle.target import Target
 
@@ -38,23 +38,8 @@ def engine_options(layer_ids: list[int]) -> dict[str, Any]:
 
 
 def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> StepStates:
-    """Prefill `requests`; their states by request id, in a file in `folder`. A request without them is not in there."""
-    engine.rpc("kimi_eagle_install", list(layer_ids), folder)
-    try:
-        engine.generate(requests, max_tokens=1)
-        written = next(found for found in engine.rpc("kimi_eagle_take") if found is not None)
-    finally:
-        engine.rpc("kimi_eagle_uninstall")
-    names = {str(request["id"]): request["id"] for request in requests}
-    pieces, token_ids = written.pop("pieces"), written.pop("token_ids")
-    given = {}
-    for rid in pieces:
-        # vLLM's internal id is the given one, with a random suffix in newer versions.
-        name = rid if rid in names else rid.rsplit("-", 1)[0]
-        if name in names and len(rid) in (len(name), len(name) + 9):
-            given[names[name]] = rid
-    by_name = ({name: found[rid] for name, rid in given.items()} for found in (pieces, token_ids))
-    return StepStates(**written, **dict(zip(("pieces", "token_ids"), by_name, strict=True)))
+    """Prefill `requests`; their states by request id, in a file in `folder` whose last steps may still be written."""
+    return StepStates(engine.call("extract", requests=requests, layer_ids=list(layer_ids), folder=folder))
 
 
 class HooksExtension:
@@ -66,7 +51,9 @@ class HooksExtension:
         base = inner_model(runner.get_model() if hasattr(runner, "get_model") else runner.model)
         if getattr(self, "rank", 0):
             return os.getpid()  # every rank has all states, one writes them
-        self._ke = _Capture(base, layer_ids, folder)
+        if getattr(self, "_ke_buffers", None) is None or self._ke_buffers.slots != len(layer_ids):
+            self._ke_buffers = Buffers(len(layer_ids))
+        self._ke = _Capture(base, layer_ids, folder, self._ke_buffers)
         self._ke_execute = runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,9 +63,9 @@ class HooksExtension:
         runner.execute_model = execute_model
         return os.getpid()
 
-    def kimi_eagle_take(self) -> dict[str, Any] | None:
-        """What the steps since `kimi_eagle_install` gave, as `states.StepStates` takes it; None on ranks that do not write."""
-        return self._ke.take() if getattr(self, "_ke", None) else None
+    def kimi_eagle_take(self) -> str | None:
+        """The file of the steps since `kimi_eagle_install`, as `states.StepStates` takes it; None on ranks that do not write."""
+        return self._ke.recorder.close() if getattr(self, "_ke", None) else None
 
     def kimi_eagle_uninstall(self) -> None:
         """Leave the engine as it was."""
@@ -103,11 +90,10 @@ def inner_model(model: Any) -> Any:
 class _Capture:
     """Hooks that hand each step's rows to a recorder; only the rank that writes has any."""
 
-    def __init__(self, base: Any, layer_ids: list[int], folder: str):
+    def __init__(self, base: Any, layer_ids: list[int], folder: str, buffers: Buffers):
         self.prompts: dict[str, Any] = {}
         self.scheduled: dict[str, tuple[int, int]] = {}
-        self.token_ids: dict[str, list] = {}
-        self.recorder = Recorder(folder, len(layer_ids), self._place)
+        self.recorder = Recorder(folder, buffers, self._place)
         self.ids = None
         layers = base.layers
         count = len(layers)
@@ -166,31 +152,13 @@ class _Capture:
         return hook
 
     def _place(self, ids: Any, positions: Any, scheduled: dict[str, tuple[int, int]]) -> list:
-        spans = attribute(ids, positions, scheduled, self.prompts)
-        for rid, row, start, count in spans:
-            self.token_ids.setdefault(rid, []).append((start, ids[row : row + count].astype("int32")))
-        return spans
-
-    def take(self) -> dict[str, Any]:
-        """What `states.StepStates` needs, of the prompts whose every token was seen."""
-        import numpy as np
-
-        recorder, pieces = self.recorder, {}
-        for first, rows, spans in recorder.finish():
-            for rid, row, start, count in spans:
-                pieces.setdefault(rid, []).append((first, rows, row, start, count))
-        whole = {r: p for r, p in pieces.items() if sum(x[4] for x in p) == len(self.prompts[r])}
-        ids = {r: np.concatenate([x for _, x in sorted(self.token_ids[r], key=lambda p: p[0])]) for r in whole}
-        return {
-            "path": recorder.path, "dtype": recorder.dtype, "slots": recorder.slots, "width": recorder.width,
-            "pieces": whole, "token_ids": ids,
-        }  # fmt: skip
+        return attribute(ids, positions, scheduled, self.prompts)
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self.handles:
             handle.remove()
-        self.recorder.abandon()
+        self.recorder.close()
 
 
 def attribute(

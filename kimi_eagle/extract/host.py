@@ -132,6 +132,17 @@ class Host:
         """collective_rpc by method name: the worker extension's method in every worker."""
         return self.llm.collective_rpc(name, args=tuple(args))
 
+    def extract(
+        self, report: Callable[[int, int], None], requests: list[dict[str, Any]], layer_ids: list[int], folder: str
+    ) -> str:
+        """Prefill `requests` with hooks on the layers; the file of their states (extract/hooks.py, which needs `worker_extension_cls`)."""
+        self.rpc(report, "kimi_eagle_install", [list(layer_ids), folder])
+        try:
+            self.generate(report, requests, max_tokens=1)
+            return next(found for found in self.rpc(report, "kimi_eagle_take", []) if found)
+        finally:
+            self.rpc(report, "kimi_eagle_uninstall", [])
+
     def start_profile(self, report: Callable[[int, int], None]) -> None:
         """Open the torch profiler's window in every worker."""
         self.llm.start_profile()

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def extract(
 ) -> Store:
     """States of `rows` in the store at `folder` (rows that it holds already are kept); the store, opened for reading.
 
-    The engine works on one group of rows while the states of the one before are read and stored. A row without usable
+    The engine works on a group of rows, with the next one waiting at its door, while the one before is stored. A row without usable
     states is named in rejected.jsonl and skipped; above REJECT_LIMIT the run stops with StageFailed.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,27 +90,16 @@ def extract(
             folder, sum(len(r.token_ids) for r in missing), len(plan.layer_ids), plan.target.hidden_size, plan.dtype
         )
         staging = _staging(folder)
-        groups = _Groups(missing, plan)
-        reader = ThreadPoolExecutor(1)
-        pending: Future | None = None
         try:
-            for done, group in groups:
-                begun = time.monotonic()
-                states = _run(plan, engine, group, staging)
-                groups.took(time.monotonic() - begun)
-                if pending:
-                    pending.result()
-                pending = reader.submit(_store, writer, group, states)
+            for done, group, states in _ahead(plan, engine, _Groups(missing, plan), staging):
+                _store(writer, group, states)
                 if len(writer.rejected) > max(1, REJECT_LIMIT * len(rows)):
                     raise StageFailed(
                         f"extraction: {len(writer.rejected)} rows have no usable states ({_sample(writer)})."
                     )
                 if tell:
                     tell(done, len(missing))
-            if pending:
-                pending.result()
         finally:
-            reader.shutdown()
             shutil.rmtree(staging, ignore_errors=True)
     return Store(folder)
 
@@ -155,6 +145,24 @@ def _staging(folder: Path) -> Path:
     staging = places[0] if roomy else places[1]
     staging.mkdir(mode=0o700)
     return staging
+
+
+def _ahead(plan: Plan, engine: Engine, groups: "_Groups", staging: Path) -> Iterator[tuple[int, list[Answer], Any]]:
+    """(rows done after it, group, its states) by turns; the engine works on one group and finds the next at its door."""
+    pool, waiting, coming = ThreadPoolExecutor(2), deque[tuple[int, list[Answer], Future]](), iter(groups)
+    last = time.monotonic()
+    try:
+        while True:
+            while len(waiting) < 2 and (found := next(coming, None)):
+                waiting.append((*found, pool.submit(_run, plan, engine, found[1], staging)))
+            if not waiting:
+                return
+            done, group, states = waiting.popleft()
+            yield done, group, states.result()
+            groups.took(time.monotonic() - last)
+            last = time.monotonic()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Path) -> Any:
