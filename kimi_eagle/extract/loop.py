@@ -93,14 +93,12 @@ def extract(
         try:
             for done, group, states in _ahead(plan, engine, _Groups(missing, plan), staging):
                 _store(writer, group, states)
-                if len(writer.rejected) > max(1, REJECT_LIMIT * len(rows)):
-                    raise StageFailed(
-                        f"extraction: {len(writer.rejected)} rows have no usable states ({_sample(writer)})."
-                    )
+                _limit(writer, len(rows))
                 if tell:
                     tell(done, len(missing))
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+    _limit(writer, len(rows))
     return Store(folder)
 
 
@@ -173,7 +171,7 @@ def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Path) -> Any:
 def _store(writer: StoreWriter, group: list[Answer], states: Any) -> None:
     for row in group:
         try:
-            token_ids, found = states.row(row.sample_id)
+            token_ids, found = states.lazy(row.sample_id)
         except (OSError, KeyError) as error:
             writer.reject(row.sample_id, f"no states came out of the engine ({error})")
             continue
@@ -209,6 +207,7 @@ class _Groups:
             begin = end
 
 
-def _sample(writer: StoreWriter) -> str:
-    name, reason = next(iter(writer.rejected.items()))
-    return f"{name}: {reason}"
+def _limit(writer: StoreWriter, rows: int) -> None:
+    if len(writer.rejected) > max(1, REJECT_LIMIT * rows):
+        name, reason = next(iter(writer.rejected.items()))
+        raise StageFailed(f"extraction: {len(writer.rejected)} rows have no usable states ({name}: {reason}).")

@@ -1,8 +1,8 @@
 """Layer states of engine steps into one raw file, without holding up the engine.
 
-A step of n rows appends its S states one after the other, each [n, H]: every state can leave for the host while later layers
-still compute. On a GPU the sum of the two streams goes into a buffer on the device and from there over a side stream into pinned
-memory; a thread waits for the copies and writes. The engine waits only where all host buffers still wait for the file.
+A step of n rows appends [n, S, H]. On a GPU the sum of the two streams goes into one of two buffers on the device, and from there,
+while the next step computes, over a side stream into pinned memory; a thread waits for the copy and writes. The engine waits only
+where all host buffers still wait for the file.
 """
 
 import json
@@ -10,8 +10,9 @@ import os
 import queue
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 HOST_BUFFERS = 3  # steps between the device and the file: one filled, one written, one to spare
@@ -19,35 +20,51 @@ HOST_BUFFERS = 3  # steps between the device and the file: one filled, one writt
 
 @dataclass
 class _Step:
-    """One step on its way: host buffers [S, >= n, H] and [>= 2 n] (token ids, positions), and the copies to wait for."""
+    """One step on its way: host buffers [>= n, S, H] and [>= 2 n] (token ids, positions), and the copy to wait for."""
 
     rows: int
     note: Any
     states: Any
     numbers: Any
-    copied: list = field(default_factory=list)
+    kept: int = 0
+    copied: Any = None
 
 
 class Buffers:
-    """What outlives a file: the device's buffer [S, n, H], its side stream, and the host's buffers that are free."""
+    """What outlives a file: two buffers [n, S, H] on the device, the side stream, and the host's buffers that are free."""
 
     def __init__(self, slots: int):
-        self.slots, self.device, self.side = slots, None, None
-        self.copied: list = [None] * slots  # per state: the end of the last step's copy out of the device's buffer
+        self.slots, self.device, self.side = slots, deque([None, None]), None
+        self.copied: deque = deque([None, None])  # of each: the end of the last copy out of it
         self.free: queue.Queue = queue.Queue()
         for _ in range(HOST_BUFFERS):
             self.free.put((None, None))
 
-    def fit(self, step: _Step, like: Any) -> None:
-        """Make buffers for a step larger than any before it."""
+    def turn(self, step: _Step, like: Any) -> None:
+        """Take the other device buffer, when what was in it has left, and make buffers larger where this step needs it."""
         import torch
 
-        shape = (self.slots, step.rows, like.shape[-1])
-        step.states = torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
-        if like.is_cuda and (self.device is None or self.device.shape[1] < step.rows):
-            self.side = self.side or torch.cuda.Stream()
-            torch.cuda.current_stream().wait_stream(self.side)  # before the old buffer's memory is used again
-            self.device = torch.empty(shape, dtype=like.dtype, device=like.device)
+        shape = (step.rows, self.slots, like.shape[-1])
+        if step.states is None or len(step.states) < step.rows:
+            step.states = torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        if not like.is_cuda:
+            return
+        self.side = self.side or torch.cuda.Stream()
+        self.device.rotate()
+        self.copied.rotate()
+        if self.copied[0] is not None:
+            torch.cuda.current_stream().wait_event(self.copied[0])
+        if self.device[0] is None or len(self.device[0]) < step.rows:
+            self.device[0] = torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def send(self, step: _Step) -> None:
+        """Start the step's copy from the device to the host."""
+        import torch
+
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            step.states[: step.rows].copy_(self.device[0][: step.rows], non_blocking=True)
+            step.copied = self.copied[0] = self.side.record_event()
 
 
 class Recorder:
@@ -62,7 +79,7 @@ class Recorder:
         handle, self.path = tempfile.mkstemp(dir=folder, prefix="states-", suffix=".bin")
         self.file, self.buffers, self.place = os.fdopen(handle, "wb"), buffers, place
         self.written, self.width, self.dtype = 0, 0, ""
-        self.pieces: list[tuple] = []  # (request, first value of the step, its rows, row, position, rows)
+        self.pieces: list[tuple] = []  # (request, first byte, position, rows)
         self.token_ids: list = []
         self.error = ""
         self._queue: queue.Queue = queue.Queue()
@@ -93,26 +110,21 @@ class Recorder:
         """State number `slot`: the sum of one or two streams [>= rows, H]. The sum is a new tensor: fused norms write in place."""
         import torch
 
-        step, buffers = self._step, self.buffers
+        step = self._step
         parts = [s.reshape(-1, s.shape[-1])[: step.rows] for s in streams[:2] if s is not None]
-        if step.states is None or step.states.shape[1] < step.rows:
-            buffers.fit(step, parts[0])
-        host = step.states[slot, : step.rows]
-        if not parts[0].is_cuda:
-            _sum(parts, host)
-            return
-        device, stream, side = buffers.device[slot, : step.rows], torch.cuda.current_stream(), buffers.side
-        if buffers.copied[slot] is not None:
-            stream.wait_event(buffers.copied[slot])
-        _sum(parts, device)
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            host.copy_(device, non_blocking=True)
-            buffers.copied[slot] = side.record_event()
-        step.copied.append(buffers.copied[slot])
+        if not step.kept:
+            self.buffers.turn(step, parts[0])
+        step.kept += 1
+        out = (self.buffers.device[0] if parts[0].is_cuda else step.states)[: step.rows, slot]
+        if len(parts) > 1:
+            torch.add(*parts, out=out)
+        else:
+            out.copy_(parts[0])
 
     def end(self) -> None:
         """The step is complete: to the thread."""
+        if self.buffers.side is not None:
+            self.buffers.send(self._step)
         self._queue.put(self._step)
         self._step = None
 
@@ -137,17 +149,16 @@ class Recorder:
     def _write(self, step: _Step) -> None:
         import torch
 
-        for event in step.copied:
-            event.synchronize()
+        if step.copied is not None:
+            step.copied.synchronize()
         ids, positions = step.numbers[: 2 * step.rows].view(2, step.rows).numpy()
-        states = step.states[:, : step.rows]
+        states = step.states[: step.rows]
         for request, row, start, count in self.place(ids, positions, step.note):
-            self.pieces.append((request, self.written, step.rows, row, start, count))
+            self.pieces.append((request, self.written + row * states[0].nbytes, start, count))
             self.token_ids.append(ids[row : row + count].astype("int32"))
-        for state in states:
-            self.file.write(state.view(torch.uint8).numpy())
+        self.file.write(states.view(torch.uint8).numpy())
         self.width, self.dtype = states.shape[-1], str(states.dtype).removeprefix("torch.")
-        self.written += states.numel()
+        self.written += states.nbytes
 
     def _write_index(self) -> None:
         import numpy as np
@@ -157,19 +168,10 @@ class Recorder:
         number = {request: i for i, request in enumerate(requests)}
         numbers = [(number[piece[0]], *piece[1:]) for piece in self.pieces]
         tensors = {
-            "pieces": np.array(numbers, dtype=np.int64).reshape(-1, 6),
+            "pieces": np.array(numbers, dtype=np.int64).reshape(-1, 4),
             "token_ids": np.concatenate([*self.token_ids, np.empty(0, np.int32)]),
         }
         about = {"slots": self.buffers.slots, "width": self.width, "dtype": self.dtype, "error": self.error}
         partial = f"{self.path}.partial"
         save_file(tensors, partial, metadata={"about": json.dumps({**about, "requests": requests})})
         os.replace(partial, f"{self.path}.index")
-
-
-def _sum(parts: list, out: Any) -> None:
-    import torch
-
-    if len(parts) > 1:
-        torch.add(*parts, out=out)
-    else:
-        out.copy_(parts[0])

@@ -24,6 +24,10 @@ class FileStates:
         found = load_file(self.files[request])
         return found["token_ids"], found["hidden_states"]
 
+    def lazy(self, request: Any) -> tuple[Any, Any]:
+        """The same as `row`: such a file is read whole."""
+        return self.row(request)
+
     def remove(self) -> None:
         """Delete the files."""
         for path in self.files.values():
@@ -38,26 +42,35 @@ class StepStates:
         self._pieces: dict[str, list] | None = None
 
     def row(self, request: Any) -> tuple[Any, Any]:
-        """token_ids [T] as the model was given them, and hidden_states [T, S, H], a view of the mapped file where one step
-        holds them all. KeyError where the request has none; StageFailed where the file was not finished."""
+        """token_ids [T] as the model was given them, and hidden_states [T, S, H].
+
+        KeyError where the request has none; StageFailed where the file was not finished.
+        """
+        import torch
+
+        ids, states = self.lazy(request)
+        out = torch.empty(states.shape, dtype=states.dtype)
+        states.copy_to(out)
+        return ids, out
+
+    def lazy(self, request: Any) -> tuple[Any, "Pieces"]:
+        """`row` with the states still in the file; they can be read while they are held, even after `remove`."""
         import torch
 
         if self._pieces is None:
             self._open()
-        slots, width = self._about["slots"], self._about["width"]
-        ids, parts, place = [], [], 0
-        for start, tokens, (first, rows, row, count) in sorted(self._pieces[str(request)], key=lambda piece: piece[0]):
-            if start != place:
-                raise KeyError(f"the states of {request} lack the tokens from {place}")
-            step = self._values[first : first + slots * rows * width].view(slots, rows, width)
-            parts.append(step[:, row : row + count])
+        ids, places, position = [], [], 0
+        for start, tokens, first in sorted(self._pieces[str(request)], key=lambda piece: piece[0]):
+            if start != position:
+                raise KeyError(f"the states of {request} lack the tokens from {position}")
             ids.append(tokens)
-            place = start + count
-        states = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return torch.cat(ids), states.transpose(0, 1)
+            places.append((first, len(tokens)))
+            position = start + len(tokens)
+        dtype = getattr(torch, self._about["dtype"])
+        return torch.cat(ids), Pieces(self._file, places, (position, self._about["slots"], self._about["width"]), dtype)
 
     def remove(self) -> None:
-        """Delete the file; rows that were read before stay valid while they are held."""
+        """Delete the file."""
         for path in (self.path, self._index):
             path.unlink(missing_ok=True)
 
@@ -66,7 +79,6 @@ class StepStates:
         return self.path.with_name(f"{self.path.name}.index")
 
     def _open(self) -> None:
-        import torch
         from safetensors import safe_open
 
         self._wait()
@@ -75,16 +87,12 @@ class StepStates:
             pieces, token_ids = file.get_tensor("pieces").tolist(), file.get_tensor("token_ids")
         if self._about["error"]:
             raise StageFailed(f"the engine's states were not written: {self._about['error']}")
-        if pieces:
-            dtype = getattr(torch, self._about["dtype"])
-            size = os.path.getsize(self.path) // dtype.itemsize
-            self._values = torch.from_file(str(self.path), shared=True, size=size, dtype=dtype)
+        self._file = open(self.path, "rb", buffering=0)
         names = [_given(name) for name in self._about["requests"]]
         self._pieces, begin = {}, 0
-        for number, first, rows, row, start, count in pieces:
-            piece = (start, token_ids[begin : begin + count], (first, rows, row, count))
+        for number, first, start, count in pieces:
             for name in names[number]:
-                self._pieces.setdefault(name, []).append(piece)
+                self._pieces.setdefault(name, []).append((start, token_ids[begin : begin + count], first))
             begin += count
 
     def _wait(self) -> None:
@@ -96,6 +104,27 @@ class StepStates:
             elif time.monotonic() - since > STILL_SECONDS:
                 raise StageFailed(f"{self.path.name}: no index came; the engine was ended while it wrote.")
             time.sleep(0.002)
+
+
+class Pieces:
+    """States [T, S, H] of one request, in pieces of a file: (first byte, tokens) in order."""
+
+    def __init__(self, file: Any, places: list[tuple[int, int]], shape: tuple[int, int, int], dtype: Any):
+        self.file, self.places, self.shape, self.dtype = file, places, shape, dtype
+
+    def copy_to(self, out: Any) -> None:
+        """Read into `out` [T, S, H], contiguous: read, not mapped, since a page fault costs more than its page's copy."""
+        import torch
+
+        target, begin = memoryview(out.view(torch.uint8).numpy()).cast("B"), 0
+        token = out[0].nbytes if len(out) else 0
+        for first, tokens in self.places:
+            end = begin + tokens * token
+            while begin < end:
+                got = os.preadv(self.file.fileno(), [target[begin:end]], first)
+                if not got:
+                    raise OSError(f"{self.file.name} ends before its states do")
+                begin, first = begin + got, first + got
 
 
 def _given(name: str) -> tuple[str, ...]:
