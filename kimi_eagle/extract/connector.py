@@ -7,7 +7,7 @@ those two points only: plain copies where there is no accelerator, and a rename 
 from typing import Any
 
 from kimi_eagle.extract.backends import Facts, Verdict
-from kimi_eagle.extract.states import FileStates
+from kimi_eagle.extract.states import FileStates, Staging
 from kimi_eagle.target import Target
 
 NAME = "connector"
@@ -62,7 +62,7 @@ def engine_options(layer_ids: list[int]) -> dict[str, Any]:
     }
 
 
-def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> FileStates:
-    """Prefill `requests`; their states by request id, in files in `folder`."""
-    results = engine.generate(requests, max_tokens=1, states_folder=folder)
+def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], staging: Staging) -> FileStates:
+    """Prefill `requests`; their states by request id, in files in the folder of `staging`."""
+    results = engine.generate(requests, max_tokens=1, states_folder=str(staging.folder))
     return FileStates({r["id"]: r["hidden_states_path"] for r in results})

@@ -10,8 +10,8 @@ from typing import Any
 
 from kimi_eagle.errors import StageFailed
 from kimi_eagle.extract.backends import Facts, Verdict
-from kimi_eagle.extract.recorder import Buffers, Recorder
-from kimi_eagle.extract.states import StepStates
+from kimi_eagle.extract.recorder import Memory, Recorder
+from kimi_eagle.extract.states import Staging, StepStates
 from kimi_eagle.target import Target
 
 NAME = "hooks"
@@ -37,23 +37,29 @@ def engine_options(layer_ids: list[int]) -> dict[str, Any]:
     return {"worker_extension_cls": "kimi_eagle.extract.hooks.HooksExtension", "enforce_eager": True}
 
 
-def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> StepStates:
-    """Prefill `requests`; their states by request id, in a file in `folder` whose last steps may still be written."""
-    return StepStates(engine.call("extract", requests=requests, layer_ids=list(layer_ids), folder=folder))
+def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], staging: Staging) -> StepStates:
+    """Prefill `requests`; their states by request id, in a file of `staging` where the last ones may still arrive."""
+    lease = staging.take()
+    engine.call("extract", requests=requests, layer_ids=list(layer_ids), path=str(lease.path))
+    return StepStates(staging, lease, requests)
+
+
+def release(engine: Any) -> None:
+    """Let the engine let go of the staging files that it keeps mapped."""
+    engine.rpc("kimi_eagle_forget")
 
 
 class HooksExtension:
     """Joined to vLLM's worker class; method names are prefixed, since a clash with a worker's own would stop vLLM."""
 
-    def kimi_eagle_install(self, layer_ids: list[int], folder: str) -> int:
-        """Hook the layers; states of finished prompts go to `folder`. Returns this process's id."""
+    def kimi_eagle_install(self, layer_ids: list[int], path: str, tokens: int) -> int:
+        """Hook the layers; states of the coming `tokens` prompt tokens go to the file `path`. Returns this process's id."""
         runner = self.model_runner
         base = inner_model(runner.get_model() if hasattr(runner, "get_model") else runner.model)
         if getattr(self, "rank", 0):
             return os.getpid()  # every rank has all states, one writes them
-        if getattr(self, "_ke_buffers", None) is None or self._ke_buffers.slots != len(layer_ids):
-            self._ke_buffers = Buffers(len(layer_ids))
-        self._ke = _Capture(base, layer_ids, folder, self._ke_buffers)
+        self._ke_memory = getattr(self, "_ke_memory", None) or Memory()
+        self._ke = _Capture(base, layer_ids, Recorder(path, len(layer_ids), tokens, self._ke_memory))
         self._ke_execute = runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,16 +69,17 @@ class HooksExtension:
         runner.execute_model = execute_model
         return os.getpid()
 
-    def kimi_eagle_take(self) -> str | None:
-        """The file of the steps since `kimi_eagle_install`, as `states.StepStates` takes it; None on ranks that do not write."""
-        return self._ke.recorder.close() if getattr(self, "_ke", None) else None
-
     def kimi_eagle_uninstall(self) -> None:
-        """Leave the engine as it was."""
+        """Leave the engine as it was; the index of the file follows when the last states have arrived."""
         if getattr(self, "_ke", None):
             self._ke.remove()
             self.model_runner.execute_model = self._ke_execute
             self._ke = None
+
+    def kimi_eagle_forget(self) -> None:
+        """Let go of the mapped files."""
+        if getattr(self, "_ke_memory", None):
+            self._ke_memory.forget()
 
 
 def inner_model(model: Any) -> Any:
@@ -90,11 +97,9 @@ def inner_model(model: Any) -> Any:
 class _Capture:
     """Hooks that hand each step's rows to a recorder; only the rank that writes has any."""
 
-    def __init__(self, base: Any, layer_ids: list[int], folder: str, buffers: Buffers):
-        self.prompts: dict[str, Any] = {}
+    def __init__(self, base: Any, layer_ids: list[int], recorder: Recorder):
+        self.recorder, self.ids = recorder, None
         self.scheduled: dict[str, tuple[int, int]] = {}
-        self.recorder = Recorder(folder, buffers, self._place)
-        self.ids = None
         layers = base.layers
         count = len(layers)
         self.handles = [base.embed_tokens.register_forward_pre_hook(self._see_ids)]
@@ -111,12 +116,7 @@ class _Capture:
 
     def begin(self, scheduler_output: Any) -> None:
         """Note what the scheduler sent: request -> (first position, tokens) of this step."""
-        import numpy as np
-
-        starts = {}
-        for new in scheduler_output.scheduled_new_reqs:
-            self.prompts[new.req_id] = np.asarray(new.prompt_token_ids)
-            starts[new.req_id] = new.num_computed_tokens
+        starts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         self.scheduled = {rid: (starts[rid], n) for rid, n in scheduler_output.num_scheduled_tokens.items()}
@@ -151,65 +151,8 @@ class _Capture:
 
         return hook
 
-    def _place(self, ids: Any, positions: Any, scheduled: dict[str, tuple[int, int]]) -> list:
-        return attribute(ids, positions, scheduled, self.prompts)
-
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self.handles:
             handle.remove()
         self.recorder.close()
-
-
-def attribute(
-    ids: Any, positions: Any, scheduled: dict[str, tuple[int, int]], prompts: dict[str, Any]
-) -> list[tuple[str, int, int, int]]:
-    """(request, row offset, first position, rows) for the prompt rows of one step.
-
-    `ids` and `positions` are the step's flat rows (padding may follow), `scheduled` maps a request to (first position, rows).
-    A prompt's beginning may be any rows with its tokens and positions: causal states depend on nothing else. Rows that continue
-    a prompt must be the only ones with their tokens and positions, unless all requests that could own them have the same past.
-    Raises StageFailed where that does not hold, or where a request has no rows.
-    """
-    import numpy as np
-
-    ids, positions = np.asarray(ids), np.asarray(positions)
-    spans, offset, taken = [], 0, set()
-    for rid, (start, count) in scheduled.items():
-        prompt = np.asarray(prompts.get(rid, ()), dtype=ids.dtype)
-        end = min(start + count, len(prompt))  # rows past the prompt are decoded tokens: known by position alone
-        expected, offset = offset, offset + count
-        if end <= start:
-            continue
-        if not start and _fits(ids, positions, expected, prompt[:end], 0):
-            found = [expected]
-        else:
-            found = [
-                int(r) for r in np.flatnonzero(positions == start) if _fits(ids, positions, r, prompt[start:end], start)
-            ]
-        if not found:
-            raise StageFailed(f"hooks: the rows of a step fit no scheduled request {rid} from position {start}.")
-        if start and len(found) > 1 and not _one_past(rid, start, end, scheduled, prompts):
-            raise StageFailed(
-                f"hooks: rows from position {start} fit several requests with different pasts; raise max_batched_tokens."
-            )
-        row = next((r for r in found if r not in taken), found[0])
-        taken.add(row)
-        spans.append((rid, row, start, end - start))
-    return spans
-
-
-def _fits(ids: Any, positions: Any, row: int, tokens: Any, start: int) -> bool:
-    """Whether `tokens` at positions from `start` are the rows from `row`."""
-    end = row + len(tokens)
-    if end > len(ids) or positions[row] != start or positions[end - 1] != start + len(tokens) - 1:
-        return False
-    return bool((ids[row:end] == tokens).all() and (positions[row + 1 : end] > positions[row : end - 1]).all())
-
-
-def _one_past(rid: str, start: int, end: int, scheduled: dict[str, tuple[int, int]], prompts: dict[str, Any]) -> bool:
-    """Whether all requests of a step with this one's tokens from `start` to `end` have its tokens before them, too."""
-    own = list(prompts[rid][:end])
-    rivals = (r for r, (s, n) in scheduled.items() if s <= start and s + n >= end and r != rid)
-    same = (r for r in rivals if list(prompts.get(r, ())[start:end]) in (own[start:], []))
-    return all(list(prompts.get(r, ())[:end]) == own for r in same)

@@ -133,13 +133,13 @@ class Host:
         return self.llm.collective_rpc(name, args=tuple(args))
 
     def extract(
-        self, report: Callable[[int, int], None], requests: list[dict[str, Any]], layer_ids: list[int], folder: str
-    ) -> str:
-        """Prefill `requests` with hooks on the layers; the file of their states (extract/hooks.py, which needs `worker_extension_cls`)."""
-        self.rpc(report, "kimi_eagle_install", [list(layer_ids), folder])
+        self, report: Callable[[int, int], None], requests: list[dict[str, Any]], layer_ids: list[int], path: str
+    ) -> None:
+        """Prefill `requests` with hooks on the layers, their states into the file `path` (extract/hooks.py: `worker_extension_cls`)."""
+        tokens = sum(len(r["prompt_token_ids"]) for r in requests)
+        self.rpc(report, "kimi_eagle_install", [list(layer_ids), path, tokens])
         try:
             self.generate(report, requests, max_tokens=1)
-            return next(found for found in self.rpc(report, "kimi_eagle_take", []) if found)
         finally:
             self.rpc(report, "kimi_eagle_uninstall", [])
 

@@ -1,5 +1,6 @@
 """The extraction loop: answered rows through an engine into the hidden-state store, resumable at any moment."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from kimi_eagle.chat import Answer
 from kimi_eagle.errors import StageFailed
 from kimi_eagle.extract import backends, budget
 from kimi_eagle.extract.engine import Engine
+from kimi_eagle.extract.states import Staging
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.target import Target
 
@@ -89,15 +91,20 @@ def extract(
         budget.check_space(
             folder, sum(len(r.token_ids) for r in missing), len(plan.layer_ids), plan.target.hidden_size, plan.dtype
         )
-        staging = _staging(folder)
+        staging = Staging(_staging(folder))
         try:
             for done, group, states in _ahead(plan, engine, _Groups(missing, plan), staging):
                 _store(writer, group, states)
+                del states
                 _limit(writer, len(rows))
                 if tell:
                     tell(done, len(missing))
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(staging.folder, ignore_errors=True)
+            with contextlib.suppress(
+                StageFailed, AttributeError
+            ):  # an engine that ended; a back end without such files
+                backends.backend(plan.backend).release(engine)
     _limit(writer, len(rows))
     return Store(folder)
 
@@ -145,7 +152,7 @@ def _staging(folder: Path) -> Path:
     return staging
 
 
-def _ahead(plan: Plan, engine: Engine, groups: "_Groups", staging: Path) -> Iterator[tuple[int, list[Answer], Any]]:
+def _ahead(plan: Plan, engine: Engine, groups: "_Groups", staging: Staging) -> Iterator[tuple[int, list[Answer], Any]]:
     """(rows done after it, group, its states) by turns; the engine works on one group and finds the next at its door."""
     pool, waiting, coming = ThreadPoolExecutor(2), deque[tuple[int, list[Answer], Future]](), iter(groups)
     last = time.monotonic()
@@ -155,17 +162,20 @@ def _ahead(plan: Plan, engine: Engine, groups: "_Groups", staging: Path) -> Iter
                 waiting.append((*found, pool.submit(_run, plan, engine, found[1], staging)))
             if not waiting:
                 return
-            done, group, states = waiting.popleft()
-            yield done, group, states.result()
+            done, group, coming_states = waiting.popleft()
+            states = coming_states.result()
+            del coming_states  # the staging file is free when its last reader lets go
+            yield done, group, states
+            del states
             groups.took(time.monotonic() - last)
             last = time.monotonic()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Path) -> Any:
+def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Staging) -> Any:
     requests = [{"id": r.sample_id, "prompt_token_ids": r.token_ids} for r in group]
-    return backends.backend(plan.backend).run(engine, requests, plan.layer_ids, str(staging))
+    return backends.backend(plan.backend).run(engine, requests, plan.layer_ids, staging)
 
 
 def _store(writer: StoreWriter, group: list[Answer], states: Any) -> None:
@@ -179,6 +189,7 @@ def _store(writer: StoreWriter, group: list[Answer], states: Any) -> None:
             writer.reject(row.sample_id, f"states of {len(token_ids)} other tokens than the row's {len(row.token_ids)}")
         else:
             writer.add(row.sample_id, token_ids, torch.tensor(row.loss_mask), found)
+    writer.settle()
     states.remove()
     if writer.idle_seconds > SAVE_SECONDS:
         writer.flush()

@@ -1,14 +1,60 @@
-"""States that a back end has written, by request id, read when they are asked for."""
+"""States that a back end has made, by request id, read where they lie when they are asked for."""
 
+import itertools
 import json
 import os
+import queue
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 from kimi_eagle.errors import StageFailed
+from kimi_eagle.extract.attribution import attribute
 
-STILL_SECONDS = 120.0  # a file that has not grown for so long will have no index either
+FILES = 3  # one that the engine fills, one for the call at its door, one that is being stored
+WAIT_SECONDS = 1800.0  # for the disk to take a group
+STILL_SECONDS = 120.0  # an index that has not come by then will not come
+
+
+class Staging:
+    """The folder where states lie on their way, and its FILES raw files, taken by turns and used again."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._free: queue.Queue[Path] = queue.Queue()
+        self._maps: dict[Path, Any] = {}
+        for number in range(FILES):
+            self._free.put(self.folder / f"states-{number}.bin")
+
+    def take(self) -> "Lease":
+        """A file that nobody reads any more; waits for one."""
+        try:
+            path = self._free.get(timeout=WAIT_SECONDS)
+        except queue.Empty:
+            raise StageFailed(f"extraction: nothing was stored for {WAIT_SECONDS:.0f} s; look at the disk.") from None
+        path.touch(mode=0o600)
+        path.with_name(f"{path.name}.index").unlink(missing_ok=True)
+        lease = Lease(path)
+        weakref.finalize(lease, self._free.put, path)
+        return lease
+
+    def map(self, path: Path) -> Any:
+        """The file as bytes; mapped once, since a page's first touch costs more than its copy."""
+        import torch
+
+        size = os.path.getsize(path)
+        if path not in self._maps or len(self._maps[path]) != size:
+            self._maps[path] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        return self._maps[path]
+
+
+class Lease:
+    """A file in use, until the last holder lets go of this."""
+
+    def __init__(self, path: Path):
+        self.path = path
 
 
 class FileStates:
@@ -35,99 +81,92 @@ class FileStates:
 
 
 class StepStates:
-    """One raw file of whole engine steps with its index, as `recorder.Recorder` writes them; the index may still be to come."""
+    """A file of whole engine steps with its index, as `recorder.Recorder` makes them; the index may still be to come.
 
-    def __init__(self, path: str):
-        self.path = Path(path)
-        self._pieces: dict[str, list] | None = None
+    `requests` are those of the call, {id, prompt_token_ids}: whose a row is, is decided here (`attribution.attribute`).
+    """
+
+    def __init__(self, staging: Staging, lease: Lease, requests: list[dict[str, Any]]):
+        self.staging, self.lease = staging, lease
+        self.prompts = {str(r["id"]): r["prompt_token_ids"] for r in requests}
+        self._pieces: dict[str, list[tuple[int, Any, Any]]] | None = None
 
     def row(self, request: Any) -> tuple[Any, Any]:
         """token_ids [T] as the model was given them, and hidden_states [T, S, H].
 
-        KeyError where the request has none; StageFailed where the file was not finished.
+        KeyError where the request has none; StageFailed where rows cannot be told apart, or the file was not finished.
         """
         import torch
 
-        ids, states = self.lazy(request)
-        out = torch.empty(states.shape, dtype=states.dtype)
-        states.copy_to(out)
+        ids, pieces = self.lazy(request)
+        out = torch.empty(pieces.shape, dtype=pieces.dtype)
+        pieces.copy_to(out)
         return ids, out
 
     def lazy(self, request: Any) -> tuple[Any, "Pieces"]:
-        """`row` with the states still in the file; they can be read while they are held, even after `remove`."""
+        """`row` with the states still in the file, which stays untouched while they are held."""
         import torch
 
         if self._pieces is None:
             self._open()
-        ids, places, position = [], [], 0
-        for start, tokens, first in sorted(self._pieces[str(request)], key=lambda piece: piece[0]):
-            if start != position:
-                raise KeyError(f"the states of {request} lack the tokens from {position}")
-            ids.append(tokens)
-            places.append((first, len(tokens)))
-            position = start + len(tokens)
-        dtype = getattr(torch, self._about["dtype"])
-        return torch.cat(ids), Pieces(self._file, places, (position, self._about["slots"], self._about["width"]), dtype)
+        found = sorted(self._pieces[str(request)], key=lambda piece: piece[0])
+        ends = itertools.accumulate(len(ids) for _, ids, _ in found)
+        for (start, _, _), end in zip(found, [0, *ends], strict=False):
+            if start != end:
+                raise KeyError(f"the states of {request} lack the tokens from {end}")
+        if sum(len(ids) for _, ids, _ in found) != len(self.prompts[str(request)]):
+            raise KeyError(f"the states of {request} end before its tokens do")
+        return torch.cat([ids for _, ids, _ in found]), Pieces([states for _, _, states in found], self.lease)
 
     def remove(self) -> None:
-        """Delete the file."""
-        for path in (self.path, self._index):
-            path.unlink(missing_ok=True)
-
-    @property
-    def _index(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.index")
+        """Let go of the file."""
+        self._pieces = {}
 
     def _open(self) -> None:
+        import torch
         from safetensors import safe_open
 
-        self._wait()
-        with safe_open(self._index, "pt") as file:
-            self._about = json.loads(file.metadata()["about"])
-            pieces, token_ids = file.get_tensor("pieces").tolist(), file.get_tensor("token_ids")
-        if self._about["error"]:
-            raise StageFailed(f"the engine's states were not written: {self._about['error']}")
-        self._file = open(self.path, "rb", buffering=0)
-        names = [_given(name) for name in self._about["requests"]]
+        index = self.lease.path.with_name(f"{self.lease.path.name}.index")
+        until = time.monotonic() + STILL_SECONDS
+        while not index.exists():
+            if time.monotonic() > until:
+                raise StageFailed(f"{index.name}: did not come; the engine was ended while it wrote.")
+            time.sleep(0.001)
+        with safe_open(index, "pt") as file:
+            about, numbers = json.loads(file.metadata()["about"]), file.get_tensor("numbers")
+        if about["error"]:
+            raise StageFailed(f"the engine's states did not arrive: {about['error']}")
         self._pieces, begin = {}, 0
-        for number, first, start, count in pieces:
-            for name in names[number]:
-                self._pieces.setdefault(name, []).append((start, token_ids[begin : begin + count], first))
-            begin += count
+        shape = (-1, about["slots"], about["width"])
+        values = self.staging.map(self.lease.path) if len(numbers[0]) else torch.empty(0, dtype=torch.uint8)
+        dtype = getattr(torch, about["dtype"] or "float32")
+        values = values[: len(numbers[0]) * shape[1] * shape[2] * dtype.itemsize].view(dtype).view(shape)
+        for scheduled in about["steps"]:
+            end = begin + sum(count for _, count in scheduled.values())
+            ids, positions = numbers[:, begin:end]
+            named = {self._given(rid): span for rid, span in scheduled.items()}
+            for name, row, start, count in attribute(ids.numpy(), positions.numpy(), named, self.prompts):
+                piece = (start, ids[row : row + count], values[begin + row : begin + row + count])
+                self._pieces.setdefault(name, []).append(piece)
+            begin = end
 
-    def _wait(self) -> None:
-        size, since = -1, time.monotonic()
-        while not self._index.exists():
-            now = os.path.getsize(self.path)
-            if now != size:
-                size, since = now, time.monotonic()
-            elif time.monotonic() - since > STILL_SECONDS:
-                raise StageFailed(f"{self.path.name}: no index came; the engine was ended while it wrote.")
-            time.sleep(0.002)
+    def _given(self, name: str) -> str:
+        """The id that was given: newer versions of vLLM add a dash and eight characters to it."""
+        return name if name in self.prompts or name[-9:-8] != "-" else name[:-9]
 
 
 class Pieces:
-    """States [T, S, H] of one request, in pieces of a file: (first byte, tokens) in order."""
+    """States [T, S, H] of one request as consecutive parts of a mapped file, and the file's lease."""
 
-    def __init__(self, file: Any, places: list[tuple[int, int]], shape: tuple[int, int, int], dtype: Any):
-        self.file, self.places, self.shape, self.dtype = file, places, shape, dtype
+    def __init__(self, parts: list[Any], lease: Lease):
+        self.parts, self.lease = parts, lease
+        self.shape, self.dtype = (sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype
 
     def copy_to(self, out: Any) -> None:
-        """Read into `out` [T, S, H], contiguous: read, not mapped, since a page fault costs more than its page's copy."""
+        """Copy into `out` [T, S, H], contiguous, in this thread alone (torch would start a team of threads in each)."""
         import torch
 
-        target, begin = memoryview(out.view(torch.uint8).numpy()).cast("B"), 0
-        token = out[0].nbytes if len(out) else 0
-        for first, tokens in self.places:
-            end = begin + tokens * token
-            while begin < end:
-                got = os.preadv(self.file.fileno(), [target[begin:end]], first)
-                if not got:
-                    raise OSError(f"{self.file.name} ends before its states do")
-                begin, first = begin + got, first + got
-
-
-def _given(name: str) -> tuple[str, ...]:
-    """The request ids that vLLM's internal one may stand for: newer versions add a dash and eight characters to the given one."""
-    given, dash, suffix = name.rpartition("-")
-    return (name, given) if dash and len(suffix) == 8 else (name,)
+        begin = 0
+        for part in self.parts:
+            out[begin : begin + len(part)].view(torch.uint8).numpy()[...] = part.view(torch.uint8).numpy()
+            begin += len(part)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from kimi_eagle.durable import sync
-from kimi_eagle.hidden_store.files import frame_crc32, is_finite, row_crc32
+from kimi_eagle.hidden_store.files import frame_crc32, is_finite, row_sum
 
 
 class States(Protocol):
@@ -37,6 +37,14 @@ class Shard:
         self.rows.append((name, ids.to(torch.int32), mask.to(torch.bool), states))
         self.bytes += _bytes(states)
 
+    def settle(self) -> None:
+        """Bring states that lie elsewhere into memory of their own."""
+        for place, (name, ids, mask, states) in enumerate(self.rows):
+            if not isinstance(states, torch.Tensor):
+                own = torch.empty(states.shape, dtype=states.dtype)
+                states.copy_to(own)
+                self.rows[place] = (name, ids, mask, own)
+
     def write(self, path: Path, block: torch.Tensor) -> tuple[dict[str, Any] | None, list[str]]:
         """Write the file, synced before it is renamed; its index entry (None: nothing in it was finite), and the rows left out.
 
@@ -55,7 +63,7 @@ class Shard:
             if not is_finite(place):
                 left_out.append(name)
                 continue
-            kept.append((name, ids, mask, end, end + len(ids), row_crc32(ids, mask, place)))
+            kept.append((name, ids, mask, end, end + len(ids), row_sum(ids, mask, place)))
             end += len(ids)
         self.rows = []  # what the states were read from may go
         if not kept:
@@ -71,7 +79,7 @@ class Shard:
             save_file(tensors, partial)
             sync(partial)
             entry = {"shard": path.name, "bytes": partial.stat().st_size, "frame_crc32": frame_crc32(partial)}
-            entry["rows"] = [{"sample_id": n, "start": a, "end": b, "crc32": crc} for n, _, _, a, b, crc in kept]
+            entry["rows"] = [{"sample_id": n, "start": a, "end": b, "xxh3": total} for n, _, _, a, b, total in kept]
             partial.rename(path)
         except BaseException:  # a full disk: what cannot be finished must not fill it
             partial.unlink(missing_ok=True)

@@ -100,6 +100,10 @@ class StoreWriter:
         with self._say_disk_errors(), open(self.folder / "rejected.jsonl", "a") as file:
             file.write(json.dumps({"sample_id": sample_id, "reason": reason}) + "\n")
 
+    def settle(self) -> None:
+        """Read what waits for its shard to be full, so that the place it lies in is free."""
+        self._shard.settle()
+
     def flush(self) -> None:
         """Hand the rows at hand to the writing threads as one shard; waits where all of them are busy."""
         self._raise()

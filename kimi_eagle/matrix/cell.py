@@ -20,6 +20,7 @@ def run(work: Path, name: str, environment: dict[str, str]) -> dict:
     """The cell's row; what cannot be right is refused before anything is loaded, anything else that goes wrong is `wrong`."""
     from kimi_eagle import target as targets
     from kimi_eagle.extract import backends
+    from kimi_eagle.extract.states import Staging
 
     task = json.loads((work / "prompts.json").read_text())
     target = targets.describe(work / "checkpoint")
@@ -36,7 +37,7 @@ def run(work: Path, name: str, environment: dict[str, str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         requests = [{"id": str(i), "prompt_token_ids": p} for i, p in enumerate(task["prompts"])]
         with _engine(target, module, task["layer_ids"], environment) as engine:
-            states = module.run(engine, requests, task["layer_ids"], folder)
+            states = module.run(engine, requests, task["layer_ids"], Staging(folder))
             error = _worst(states, task["prompts"], work / "reference.safetensors")
     seconds = round(time.perf_counter() - begun, 1)
     good = error < BAR

@@ -11,6 +11,7 @@ from kimi_eagle import target as targets
 from kimi_eagle.errors import BadInput
 from kimi_eagle.extract import configure, engine, speculators
 from kimi_eagle.extract.speculators import GENERATOR, GeneratorHost
+from kimi_eagle.extract.states import Staging
 
 LENGTHS = (90, 90, 90, 90, 1, 40)  # more than one step of 256 tokens takes
 
@@ -99,7 +100,7 @@ def test_an_engine_of_this_back_end_is_a_child_process_like_any_other(host, chec
     try:
         assert running.call("describe")["speculators"] == "0.3.0"
         requests = [{"id": f"r{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
-        states = speculators.run(running, requests, ids, str(tmp_path))
+        states = speculators.run(running, requests, ids, Staging(tmp_path))
         for index, (prompt, alone) in enumerate(zip(prompts, host.states(prompts, ids), strict=True)):
             token_ids, found = states.row(f"r{index}")
             assert token_ids.tolist() == prompt

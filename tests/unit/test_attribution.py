@@ -3,7 +3,7 @@
 import pytest
 
 from kimi_eagle.errors import StageFailed
-from kimi_eagle.extract.hooks import attribute
+from kimi_eagle.extract.attribution import attribute
 
 A, B = [5, 6, 7, 8], [9, 9, 3]
 
