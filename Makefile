@@ -47,6 +47,9 @@ test: $(READY)  ## lint, unit tests, real-engine tests, and all notebooks with t
 	engines=0; $(BIN)/python -m pytest tests/engine -q || engines=$$?; \
 	others=0; wait $$notebooks || others=$$?; cat $$log; rm -f $$log; exit $$((engines + others > 0))
 
+test-long: $(READY)  ## many kills, flipped bytes, full disks and 10 GB of states; an hour
+	$(BIN)/python -m pytest tests/unit -q -m long $(ARGS)
+
 lab: $(READY)  ## JupyterLab on the notebooks (PORT=8888)
 	$(BIN)/jupyter lab --no-browser --port $(PORT) --notebook-dir .
 
@@ -76,4 +79,4 @@ clean:  ## caches and build files; outputs/ and .venv stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 	find kimi_eagle tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help setup demo test lab run sweep compat compat-reported bench lock clean
+.PHONY: help setup demo test test-long lab run sweep compat compat-reported bench lock clean

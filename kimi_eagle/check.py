@@ -11,7 +11,7 @@ def check(path: Path, target: str = "", reader: str = "vllm") -> tuple[str, list
 
     target: name of the target to hold a head against, "" for none; reader: "vllm" or "sglang", of a head.
     """
-    if (path / "manifest.json").is_file():
+    if (path / "manifest.json").is_file() or any(path.glob("part-*/manifest.json")):
         from kimi_eagle.hidden_store import Store
 
         return "hidden-state store", Store(path).check()

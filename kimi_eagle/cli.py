@@ -12,11 +12,14 @@ from typing import Annotated
 
 import typer
 
+from kimi_eagle import commands
+from kimi_eagle.commands import values_of
 from kimi_eagle.errors import BadInput, KimiEagleError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 engine_app = typer.Typer(no_args_is_help=True, help="The engines that stay up between cells and notebooks.")
 app.add_typer(engine_app, name="engine")
+app.add_typer(commands.app)
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 VllmOption = Annotated[
@@ -43,7 +46,7 @@ def doctor(
     """Say what this machine has and lacks, and what to do about it; exit code 3 where something is not OK."""
     from kimi_eagle.diagnose import examine, rows
 
-    found = examine.examine(_values(file), quick=quick)
+    found = examine.examine(values_of(file), quick=quick)
     print(json.dumps([vars(row) for row in found], indent=1) if as_json else rows.text(found))
     if any(row.state == rows.BAD for row in found):
         raise typer.Exit(3)
@@ -132,7 +135,7 @@ def estimate(file: Annotated[Path, typer.Argument(help="parameter file")], as_js
     """Say what a run will take, before anything is loaded; exit code 2 where the disk is too small."""
     from kimi_eagle import estimate as module
 
-    figures = module.estimate(_values(file))
+    figures = module.estimate(values_of(file))
     print(json.dumps(figures, indent=1) if as_json else module.text(figures))
     if not figures["fits"]:
         raise typer.Exit(2)
@@ -151,7 +154,7 @@ def rehearse(
 
     from kimi_eagle.notebook import preflight
 
-    preflight.check(values := _values(file))  # in a second, before what follows imports torch
+    preflight.check(values := values_of(file))  # in a second, before what follows imports torch
     from kimi_eagle import paths
     from kimi_eagle import rehearse as module
 
@@ -217,21 +220,6 @@ def compat(
         raise typer.Exit(3)
 
 
-@app.command()
-def check(
-    path: Annotated[Path, typer.Argument(help="a hidden-state store, a head, or a run")],
-    target_name: Annotated[str, typer.Option("--target", help="also hold a head against this target")] = "",
-    reader: Annotated[str, typer.Option("--for", help="who is to load a head: vllm or sglang")] = "vllm",
-) -> None:
-    """Hold a store, a head or a run against what its readers expect; one sentence per fault, exit code 1 if any."""
-    from kimi_eagle import check as module
-
-    kind, faults = module.check(path, target_name, reader)
-    print("\n".join(faults) if faults else module.sound(kind, path, target_name, reader))
-    if faults:
-        raise typer.Exit(1)
-
-
 @engine_app.command("list")
 def engine_list(as_json: AsJson = False) -> None:
     """Show the running engines."""
@@ -275,15 +263,6 @@ def main() -> None:
             raise
         print(f"kimi-eagle: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-def _values(file: Path | None) -> dict:
-    """All parameters of all notebooks: those of `file`, defaults for the rest."""
-    from kimi_eagle.notebook import parameters
-
-    known = parameters.declared_everywhere()
-    given = parameters.validate(parameters.load(file), known, file.name) if file else {}
-    return {name: given.get(name, parameter.default) for name, parameter in known.items()}
 
 
 def _run_folder(name: str) -> Path:

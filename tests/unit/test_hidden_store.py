@@ -1,7 +1,10 @@
 """The store: resume after a kill at any moment, every changed byte found, rows of two targets never mixed."""
 
 import json
+import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +13,10 @@ import time
 import pytest
 import torch
 
-from kimi_eagle.errors import BadInput
-from kimi_eagle.hidden_store import Store, StoreWriter
+from kimi_eagle.check import check
+from kimi_eagle.errors import BadInput, StageFailed
+from kimi_eagle.hidden_store import Store, StoreWriter, repair
+from kimi_eagle.hidden_store.parts import part_name, part_of
 
 MANIFEST = {
     "layer_ids": [2, 4],
@@ -144,3 +149,87 @@ def test_rows_with_a_wrong_shape_are_rejected(tmp_path):
         name, ids, mask, states = sample(0)
         assert not writer.add(name, ids, mask, states[:-1])
     assert json.loads((tmp_path / "s" / "rejected.jsonl").read_text())["sample_id"] == "s000"
+
+
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.jsonl"])
+def test_repair_drops_exactly_the_damaged_rows_and_resume_extracts_them_again(tmp_path, name):
+    folder = tmp_path / "s"
+    fill(folder, range(8))
+    rows = [e.sample_id for e in Store(folder).entries if e.shard == "shard-00001.safetensors"]
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    row = Store(folder).row(rows[-1])
+    place = data.index(row.hidden_states.numpy().tobytes()) if name != "index.jsonl" else data.index(rows[0].encode())
+    data[place] ^= 4
+    path.write_bytes(data)
+    assert Store(folder).check()
+    said = repair(folder)
+    lost = rows if name == "index.jsonl" else rows[-1:]
+    assert Store(folder).check() == [] and len(said) >= 1
+    assert sorted(set(rows) - set(Store(folder).sample_ids)) == lost
+    fill(folder, range(8))
+    assert_whole(folder, range(8))
+
+
+def test_a_shard_that_was_cut_is_extracted_again_without_being_asked(tmp_path):
+    folder = tmp_path / "s"
+    fill(folder, range(8))
+    victim = sorted(folder.glob("shard-*"))[1]
+    os.truncate(victim, victim.stat().st_size // 2)
+    with StoreWriter(folder, MANIFEST) as writer:
+        assert writer.dropped and not set(writer.dropped) & writer.done
+    fill(folder, range(8))
+    assert_whole(folder, range(8))
+
+
+def test_a_disk_that_takes_no_more_is_one_sentence_and_what_was_stored_stays(tmp_path):
+    folder = tmp_path / "s"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fill(folder, range(8))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(StageFailed, match=r"store s: writing failed .*File too large.* resume"):
+            fill(folder, range(100), 8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_whole(folder, range(8))
+    fill(folder, range(100), 8192)
+    assert_whole(folder, range(100))
+
+
+def fill_parts(folder, numbers, count, manifest=MANIFEST):
+    for part in range(count):
+        with StoreWriter(folder / part_name(part, count), manifest, 512) as writer:
+            for i in numbers:
+                if part_of(f"s{i:03d}", count) == part:
+                    writer.add(*sample(i))
+
+
+def test_parts_are_read_as_one_store_with_every_row_once(tmp_path):
+    fill_parts(tmp_path / "s", range(30), 3)
+    assert all(len(Store(p)) for p in sorted((tmp_path / "s").iterdir()))
+    assert_whole(tmp_path / "s", range(30))
+    assert check(tmp_path / "s") == ("hidden-state store", [])
+    victim = next((tmp_path / "s").glob("part-0002*/shard-00001*"))
+    os.truncate(victim, 100)
+    assert any("part-0002-of-0003/shard-00001" in fault for fault in Store(tmp_path / "s").check())
+    assert repair(tmp_path / "s") and Store(tmp_path / "s").check() == []
+
+
+def test_parts_that_do_not_make_one_store_are_refused(tmp_path):
+    fill_parts(tmp_path / "a", range(30), 3)
+    shutil.copytree(tmp_path / "a" / part_name(1, 3), tmp_path / "b" / part_name(0, 2))
+    shutil.copytree(tmp_path / "a" / part_name(1, 3), tmp_path / "b" / part_name(1, 2))
+    with pytest.raises(BadInput, match=r"sample s0\d\d is in part-0000-of-0002 and in part-0001-of-0002"):
+        Store(tmp_path / "b")
+    shutil.copytree(tmp_path / "b" / part_name(0, 2), tmp_path / "a" / part_name(0, 2))
+    with pytest.raises(BadInput, match="parts of 2 and of 3"):
+        Store(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / part_name(0, 2))
+    shutil.rmtree(tmp_path / "a" / part_name(2, 3))
+    with pytest.raises(BadInput, match=r"part-0002-of-0003 is not there"):
+        Store(tmp_path / "a")
+    with StoreWriter(tmp_path / "a" / part_name(2, 3), {**MANIFEST, "layer_ids": [1, 4]}):
+        pass
+    with pytest.raises(BadInput, match=r"part-0002-of-0003 was made with other layer_ids"):
+        Store(tmp_path / "a")
