@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
+from kimi_eagle.eagle3 import speculators_format
 from kimi_eagle.eagle3.config import HeadConfig, rope_of
-from kimi_eagle.eagle3.format import LAYER_NAMES, config_from_json, read_config
+from kimi_eagle.eagle3.format import LAYER_NAMES, config_from_json, known_reader, read_config
 from kimi_eagle.eagle3.model import Head
 from kimi_eagle.errors import BadInput
 from kimi_eagle.layer_ids import meaning, to_vllm
@@ -20,11 +21,12 @@ LLAMA = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 OPTIONAL = ("d2t", "t2d", "embed_tokens.weight")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-IDS = "eagle_aux_hidden_state_layer_ids"
+IDS = speculators_format.IDS
+VERIFIER = "speculators_config.verifier.name_or_path"  # null: the head names no target
 
 
 def check_head(path: str | Path, target: "Target | None" = None, reader: str = "vllm") -> list[str]:
-    """Every breach of the contract of `reader` ("vllm" or "sglang"), one sentence each; an empty list is a sound head.
+    """Every breach of the contract of `reader` ("vllm", "sglang" or "speculators"), one sentence each; an empty list is a sound head.
 
     With `target`, what must agree with it is checked too: vocabulary, widths, positions, RoPE, layer ids.
     """
@@ -33,18 +35,30 @@ def check_head(path: str | Path, target: "Target | None" = None, reader: str = "
         written = read_config(folder)
     except BadInput as error:
         return [str(error)]
-    faults = [f"config.json: {f}" for f in _config_faults(written, reader)]
+    known_reader(reader)
+    if speculators_format.is_nested(written) != (reader == "speculators"):
+        found = "speculators' format (which vLLM reads too)" if reader != "speculators" else "the plain format"
+        return [
+            f"config.json is in {found}, not in the one for {reader}: check it for the other, or export the head again."
+        ]
+    faults = [f"config.json: {key} is null, which servers reject; leave the key out." for key in _nulls(written)]
+    if reader == "speculators":
+        faults += [f"config.json: {f}" for f in speculators_format.faults(written)]
+    named = reader == "speculators" and speculators_format.verifier_of(written)
+    written = speculators_format.plain(written)
+    faults += [f"config.json: {f}" for f in _config_faults(written, reader)]
     if target is not None:
         faults += [f"config.json: {f}" for f in _target_faults(written, target)]
     try:
         config = config_from_json(written)
     except (BadInput, ValueError, TypeError) as error:
         return [*faults, str(error)]
-    return faults + [f"model.safetensors: {f}" for f in _tensor_faults(folder, config, reader)]
+    faults += [f"model.safetensors: {f}" for f in _tensor_faults(folder, config, reader, bool(named))]
+    return faults
 
 
 def _config_faults(written: dict[str, Any], reader: str) -> list[str]:
-    faults = [f"{key} is null, which servers reject; leave the key out." for key in _nulls(written)]
+    faults = []
     architecture, kind = (written.get("architectures") or [""])[0], written.get("model_type")
     if architecture not in LLAMA + MLA:
         faults.append(f"architecture {architecture!r} is none of {', '.join(LLAMA + MLA)}.")
@@ -85,7 +99,7 @@ def _id_faults(written: dict[str, Any], reader: str) -> list[str]:
 
 def _taken(ids: list[int]) -> str:
     """Which tensors each reader takes for `ids`."""
-    return "; ".join(f"{ids} for {reader}: {meaning(ids, reader)}" for reader in LAYER_NAMES)
+    return "; ".join(f"{ids} for {reader}: {meaning(ids, reader)}" for reader in ("vllm", "sglang"))
 
 
 def _target_faults(written: dict[str, Any], target: "Target") -> list[str]:
@@ -106,13 +120,13 @@ def _target_faults(written: dict[str, Any], target: "Target") -> list[str]:
             f"RoPE is {ours['rope_type']!r} but the target's is {theirs['rope_type']!r}: rope_scaling was lost or replaced."
         )
     convention = written.get("layer_id_convention", "vllm")
-    ids = to_vllm(written.get(IDS) or [], convention if convention in ("vllm", "sglang") else "vllm")
+    ids = to_vllm(written.get(IDS) or [], convention if convention in LAYER_NAMES else "vllm")
     if any(not 0 <= i <= target.num_layers for i in ids):
         faults.append(f"{IDS}: vLLM ids {ids} do not all exist in a target of {target.num_layers} layers.")
     return faults
 
 
-def _tensor_faults(folder: Path, config: HeadConfig, reader: str) -> list[str]:
+def _tensor_faults(folder: Path, config: HeadConfig, reader: str, named: bool) -> list[str]:
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
@@ -131,8 +145,12 @@ def _tensor_faults(folder: Path, config: HeadConfig, reader: str) -> list[str]:
         elif not torch.isfinite(found).all():
             faults.append(f"{name} holds values that are not finite.")
     faults += _map_faults(tensors, config)
+    if reader == "speculators" and config.has_map and "t2d" not in tensors:
+        faults.append("t2d is missing: speculators needs it beside d2t.")
     own = tensors.get("embed_tokens.weight")
-    if own is None and config.hidden_size != config.target_hidden_size:
+    if own is None and reader == "speculators" and not named:
+        faults.append("embed_tokens.weight is missing, and no target is named that speculators could take it from.")
+    elif own is None and config.hidden_size != config.target_hidden_size:
         faults.append("embed_tokens.weight is missing, and the target's embedding has another width.")
     if own is not None and (reader == "sglang" or tuple(own.shape) != (config.vocab_size, config.hidden_size)):
         faults.append(f"embed_tokens.weight of shape {tuple(own.shape)} does not belong there for {reader}.")
@@ -161,7 +179,7 @@ def expected_tensors(config: HeadConfig, reader: str = "vllm") -> dict[str, tupl
 
 
 def _nulls(value: Any, prefix: str = "") -> list[str]:
-    """Dotted names of the entries that are null."""
+    """Dotted names of the entries that are null and must not be."""
     if not isinstance(value, dict):
-        return [prefix] if value is None else []
+        return [prefix] if value is None and prefix != VERIFIER else []
     return [name for key, inner in value.items() for name in _nulls(inner, f"{prefix}.{key}" if prefix else key)]
