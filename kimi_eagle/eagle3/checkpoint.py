@@ -46,8 +46,10 @@ def export(
     written = config_json(head.config, reader, dtype, special)
     values = dict(head.state_dict())
     if reader == "speculators":
-        name = target.name if target and "/" in target.name else None  # a folder's name leads nobody to the target
-        written = speculators_format.nested(written, name, [target.architecture] if target else [])
+        if target is None:
+            raise BadInput("speculators: its format names the head's target, which its loader opens; give the target.")
+        place = target.name if "/" in target.name else str(target.path)
+        written = speculators_format.nested(written, place, [target.architecture])
         values["embed_tokens.weight"] = head.embedding
     written |= {"kimi_eagle": note} if note else {}
     tensors = {

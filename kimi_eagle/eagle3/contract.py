@@ -22,7 +22,6 @@ MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 OPTIONAL = ("d2t", "t2d", "embed_tokens.weight")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 IDS = speculators_format.IDS
-VERIFIER = "speculators_config.verifier.name_or_path"  # null: the head names no target
 
 
 def check_head(path: str | Path, target: "Target | None" = None, reader: str = "vllm") -> list[str]:
@@ -44,7 +43,6 @@ def check_head(path: str | Path, target: "Target | None" = None, reader: str = "
     faults = [f"config.json: {key} is null, which servers reject; leave the key out." for key in _nulls(written)]
     if reader == "speculators":
         faults += [f"config.json: {f}" for f in speculators_format.faults(written)]
-    named = reader == "speculators" and speculators_format.verifier_of(written)
     written = speculators_format.plain(written)
     faults += [f"config.json: {f}" for f in _config_faults(written, reader)]
     if target is not None:
@@ -53,7 +51,7 @@ def check_head(path: str | Path, target: "Target | None" = None, reader: str = "
         config = config_from_json(written)
     except (BadInput, ValueError, TypeError) as error:
         return [*faults, str(error)]
-    faults += [f"model.safetensors: {f}" for f in _tensor_faults(folder, config, reader, bool(named))]
+    faults += [f"model.safetensors: {f}" for f in _tensor_faults(folder, config, reader)]
     return faults
 
 
@@ -126,7 +124,7 @@ def _target_faults(written: dict[str, Any], target: "Target") -> list[str]:
     return faults
 
 
-def _tensor_faults(folder: Path, config: HeadConfig, reader: str, named: bool) -> list[str]:
+def _tensor_faults(folder: Path, config: HeadConfig, reader: str) -> list[str]:
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
@@ -148,9 +146,7 @@ def _tensor_faults(folder: Path, config: HeadConfig, reader: str, named: bool) -
     if reader == "speculators" and config.has_map and "t2d" not in tensors:
         faults.append("t2d is missing: speculators needs it beside d2t.")
     own = tensors.get("embed_tokens.weight")
-    if own is None and reader == "speculators" and not named:
-        faults.append("embed_tokens.weight is missing, and no target is named that speculators could take it from.")
-    elif own is None and config.hidden_size != config.target_hidden_size:
+    if own is None and config.hidden_size != config.target_hidden_size:
         faults.append("embed_tokens.weight is missing, and the target's embedding has another width.")
     if own is not None and (reader == "sglang" or tuple(own.shape) != (config.vocab_size, config.hidden_size)):
         faults.append(f"embed_tokens.weight of shape {tuple(own.shape)} does not belong there for {reader}.")
@@ -179,7 +175,7 @@ def expected_tensors(config: HeadConfig, reader: str = "vllm") -> dict[str, tupl
 
 
 def _nulls(value: Any, prefix: str = "") -> list[str]:
-    """Dotted names of the entries that are null and must not be."""
+    """Dotted names of the entries that are null."""
     if not isinstance(value, dict):
-        return [prefix] if value is None and prefix != VERIFIER else []
+        return [prefix] if value is None else []
     return [name for key, inner in value.items() for name in _nulls(inner, f"{prefix}.{key}" if prefix else key)]

@@ -15,11 +15,11 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 BESIDE = (*FLAGS, "draft_vocab_size", IDS)  # keys that stand outside the nested layer's config
 
 
-def nested(plain: dict[str, Any], verifier: str | None, architectures: list[str]) -> dict[str, Any]:
+def nested(plain: dict[str, Any], verifier: str, architectures: list[str]) -> dict[str, Any]:
     """The plain config.json `plain` of a Llama head in speculators' format.
 
-    `verifier`: the target's Hub name, None where it has none (speculators then takes no weights from it, and
-    `vllm serve HEAD` needs the target named); `architectures`: the target's. BadInput for a head that the format cannot say.
+    `verifier`: the target's Hub name or folder, which speculators' loader and `vllm serve HEAD` open; `architectures`: the
+    target's. BadInput for a head that the format cannot say.
     """
     if plain["model_type"] != "llama":
         raise BadInput("speculators: its format has no head with latent attention (MLA); export it for vllm or sglang.")
@@ -77,15 +77,10 @@ def faults(written: dict[str, Any]) -> list[str]:
         found.append("norm_before_residual is missing: vLLM takes true for it and speculators false.")
     method = written.get("speculators_config")
     try:
-        if not method["proposal_methods"][0]["speculative_tokens"] or "name_or_path" not in method["verifier"]:
+        if not method["proposal_methods"][0]["speculative_tokens"] or not method["verifier"]["name_or_path"]:
             raise KeyError
     except (KeyError, IndexError, TypeError):
         found.append(
             "speculators_config lacks proposal_methods with speculative_tokens, or verifier with name_or_path."
         )
     return found
-
-
-def verifier_of(written: dict[str, Any]) -> str | None:
-    """The target that a config.json of speculators' format names, or None."""
-    return ((written.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")

@@ -16,6 +16,7 @@ from kimi_eagle.acceptance.statistics import summarize
 from kimi_eagle.eagle3 import checkpoint
 from kimi_eagle.eagle3.config import for_target
 from kimi_eagle.eagle3.loss import TargetOutput
+from kimi_eagle.eagle3.model import Head
 from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.hidden_store import Store
 from kimi_eagle.target import describe
@@ -24,6 +25,7 @@ from kimi_eagle.training.data_facts import data_facts
 from kimi_eagle.training.device import device_of, peak_memory_mb, say_out_of_memory
 from kimi_eagle.training.initial import initial_head, parameter_table
 from kimi_eagle.training.optimizer import learning_rate_factor, make_optimizer
+from kimi_eagle.training.parallel import Replicas, Shards
 from kimi_eagle.training.row_loss import RowCounts, row_loss, trained_positions
 from kimi_eagle.training.settings import TrainConfig, TrainResult
 
@@ -58,6 +60,10 @@ class Trainer:
         dtype = torch.bfloat16 if self.low_precision else torch.float32
         self.head.embedding = self.head.embedding.to(dtype)
         self.output = TargetOutput.of(target, self.head.target_ids, self.device, dtype)
+        if config.parallel == "fsdp2" and world > 1:
+            self.parallel: Replicas = Shards(self.head, world, row_loss, self.device)
+        else:
+            self.parallel = Replicas(self.head, world, row_loss)
         self.optimizer = make_optimizer(self.head, config)
         plans = [rows.plan(self.store, config.row_tokens, config.seed, epoch) for epoch in range(config.epochs)]
         size = config.batch_rows * world
@@ -111,12 +117,13 @@ class Trainer:
             self.seconds = before + time.monotonic() - begun
             bar.set_postfix_str(f"loss {figures['loss']:.3f}, {figures['tokens_per_second']:.0f} tok/s", refresh=False)
             bar.update()
-            if self.rank:
+            if self.rank == 0:
+                self._log(board, figures)
+            elif not self.parallel.collective:
                 continue
-            self._log(board, figures)
             if self.step in self.evaluate_at:
                 self._select(board)
-            if self.step == len(self.batches) or time.monotonic() - saved > self.config.checkpoint_seconds:
+            if self.step == len(self.batches) or self._due(saved):
                 self.seconds = before + time.monotonic() - begun
                 self._save()
                 saved = time.monotonic()
@@ -143,9 +150,10 @@ class Trainer:
             counts = self._backward(row, scales)
             matched += torch.stack(counts.matched).cpu()
             losses += torch.stack(counts.loss).cpu()
+        self.parallel.reduce()
         parameters = [p for p in self.head.parameters() if p.requires_grad]
-        self._sum_gradients(parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.clip))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+        norm = float(norm.full_tensor() if self.parallel.collective else norm)
         factor = learning_rate_factor(self.step, len(self.batches), config.warmup_fraction, config.final_fraction)
         if math.isfinite(norm):  # a step whose gradient is not finite is skipped, and the log says so
             for group in self.optimizer.param_groups:
@@ -177,8 +185,8 @@ class Trainer:
         self.head.train()
         with say_out_of_memory(self.device):
             with torch.autocast(self.device.type, torch.bfloat16) if self.low_precision else nullcontext():
-                value, counts = row_loss(
-                    self.head, self.output, row, config.ttt_steps, config.loss, scales, self.flex, config.recompute
+                value, counts = self.parallel.loss(
+                    self.output, row, config.ttt_steps, config.loss, scales, self.flex, config.recompute
                 )
             if value.requires_grad:
                 value.backward()
@@ -195,7 +203,8 @@ class Trainer:
         moments = [] if self.optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
         self._backward(row._replace(loss_mask=torch.ones_like(row.loss_mask)), [1.0] * self.config.ttt_steps)
         del moments
-        for parameter in parameters:
+        self.parallel.reduce()
+        for parameter in self.head.parameters():
             parameter.grad = None
 
     def _summed(self, values: Tensor) -> Tensor:
@@ -204,22 +213,19 @@ class Trainer:
             torch.distributed.all_reduce(values)
         return values.cpu()
 
-    def _sum_gradients(self, parameters: list[Tensor]) -> None:
-        if self.world == 1:
-            return
-        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
-        torch.distributed.all_reduce(flat)
-        for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = gradient.view_as(parameter)
+    def _due(self, saved: float) -> bool:
+        """Whether state is to be written now; where all take part in it, as soon as it is time for one of them."""
+        due = time.monotonic() - saved > self.config.checkpoint_seconds
+        return bool(self._summed(torch.tensor([float(due)]))) if self.parallel.collective else due
 
-    def evaluate(self) -> dict[str, Any]:
-        """Simulated greedy acceptance on the held-out samples, every position of the answers (see acceptance.simulate)."""
-        self.head.eval()
+    def evaluate(self, head: Head) -> dict[str, Any]:
+        """Simulated greedy acceptance of `head` on the held-out samples, every position of the answers (see acceptance.simulate)."""
+        head.eval()
         if self.greedy is None:
             self.greedy = greedy_tokens(self.held_out, self.output, self.held_out_ids)
         counted = simulate(
             self.held_out,
-            self.head,
+            head,
             self.output,
             self.config.ttt_steps,
             greedy=self.greedy,
@@ -228,7 +234,10 @@ class Trainer:
         return summarize(counted, seed=self.config.seed)
 
     def _select(self, board: Any) -> None:
-        found = self.evaluate()
+        head = self.parallel.whole()
+        if self.rank:
+            return
+        found = self.evaluate(head)
         self.metrics.add(step=self.step, evaluation=found)
         board.add_scalar("held_out/acceptance_length", found["acceptance_length"], self.step)
         if found["acceptance_length"] > self.best["acceptance_length"]:
@@ -241,7 +250,7 @@ class Trainer:
             dtype = self.config.head_dtype
             if dtype == "auto":
                 dtype = "bfloat16" if self.low_precision else "float32"
-            checkpoint.export(self.head, self.folder / "head", self.target, dtype=dtype, note=note)
+            checkpoint.export(head, self.folder / "head", self.target, dtype=dtype, note=note)
 
     def _log(self, board: Any, figures: dict[str, Any]) -> None:
         self.metrics.add(step=self.step, **figures)
@@ -258,7 +267,6 @@ class Trainer:
         return SummaryWriter(self.folder / "tensorboard", purge_step=self.step + 1)
 
     def _save(self) -> None:
-        self.metrics.sync()
         state = {
             "digest": self.digest,
             "step": self.step,
@@ -266,15 +274,15 @@ class Trainer:
             "seconds": self.seconds,
             "best": self.best,
             "data": self.data,
-            "head": self.head.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **self.parallel.state(self.optimizer),
             "random": torch.get_rng_state(),
         }
-        run_state.save(self.folder / "state", state)
+        if self.rank == 0:
+            self.metrics.sync()
+            run_state.save(self.folder / "state", state)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.parallel.restore(state, self.optimizer)
         torch.set_rng_state(state["random"])
         self.step, self.trained = state["step"], state["trained"]
         self.seconds, self.best, self.data = state["seconds"], state["best"], state.get("data", {})

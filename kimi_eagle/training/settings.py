@@ -60,6 +60,9 @@ class TrainConfig(BaseModel):
     )
     device: str = Field("auto", description="auto, cpu or cuda")
     seed: int = 0
+    parallel: Literal["ddp", "fsdp2"] = Field(
+        "ddp", description="processes each hold the whole head, or (fsdp2) shares of its weights, gradients and moments"
+    )
     nproc: int = Field(1, ge=1, description="processes (torchrun); more than one needs as many devices, or the CPU")
 
     @classmethod
