@@ -23,7 +23,7 @@ from kimi_eagle.target import describe
 from kimi_eagle.training import rows, run_state
 from kimi_eagle.training.data_facts import data_facts
 from kimi_eagle.training.device import device_of, peak_memory_mb, say_out_of_memory
-from kimi_eagle.training.initial import initial_head, parameter_table
+from kimi_eagle.training.initial import initial_head, parameter_table, take_over
 from kimi_eagle.training.optimizer import learning_rate_factor, make_optimizer
 from kimi_eagle.training.parallel import Replicas, Shards
 from kimi_eagle.training.row_loss import RowCounts, row_loss, trained_positions
@@ -49,21 +49,21 @@ class Trainer:
         target = describe(config.target)
         self.store, self.held_out = Store(config.train_store), Store(config.held_out_store)
         layer_ids = rows.check_stores(self.store, self.held_out, target)
-        self.map = self._load_map(target)
+        self.map = rows.load_map(config.vocab_map, self.store, target)
         self.target = target
         size = len(self.map.d2t) if self.map else target.vocab_size
         flags = {k: getattr(config, k) for k in ("norm_before_residual", "fc_norm", "norm_output")}
         shape = for_target(target, config.head_attention, size, layer_ids, **flags)
         self.head = initial_head(shape, target, self.map.d2t if self.map else None, config.initial, config.seed)
+        if config.initial_head:
+            take_over(self.head, checkpoint.load(config.initial_head, target))
         self.head.lm_head.weight.requires_grad_(config.train_lm_head)
         self.head.to(self.device)
         dtype = torch.bfloat16 if self.low_precision else torch.float32
         self.head.embedding = self.head.embedding.to(dtype)
         self.output = TargetOutput.of(target, self.head.target_ids, self.device, dtype)
-        if config.parallel == "fsdp2" and world > 1:
-            self.parallel: Replicas = Shards(self.head, world, row_loss, self.device)
-        else:
-            self.parallel = Replicas(self.head, world, row_loss)
+        kind = Shards if config.parallel == "fsdp2" and world > 1 else Replicas
+        self.parallel: Replicas = kind(self.head, world, row_loss)
         self.optimizer = make_optimizer(self.head, config)
         plans = [rows.plan(self.store, config.row_tokens, config.seed, epoch) for epoch in range(config.epochs)]
         size = config.batch_rows * world
@@ -78,17 +78,6 @@ class Trainer:
         self.held_out_ids = self.held_out.sample_ids[: config.evaluation_samples]
         self.greedy: dict[str, Tensor] | None = None
         self.data: dict[str, Any] = {}
-
-    def _load_map(self, target: Any) -> vocab_map.VocabMap | None:
-        if self.config.vocab_map is None:
-            return None
-        counted = vocab_map.count_tokens(self.store, target.vocab_size)
-        return vocab_map.load(
-            Path(self.config.vocab_map),
-            vocab_size=target.vocab_size,
-            tokenizer_sha256=target.tokenizer_sha256,
-            data_sha256=counted.data_sha256,
-        )
 
     def _data_digest(self) -> str:
         ids = vocab_map.count_tokens(self.store, self.head.config.vocab_size).data_sha256
@@ -142,7 +131,7 @@ class Trainer:
         trained = torch.tensor(
             [sum(int(m[j].sum()) for m in masks) for j in range(config.ttt_steps)], dtype=torch.float64
         )
-        trained = self._summed(trained)
+        trained = self.parallel.summed(trained)
         weights = [config.step_decay**j for j in range(config.ttt_steps)]
         scales = [w / max(1.0, float(n)) / sum(weights) for w, n in zip(weights, trained, strict=True)]
         matched, losses = torch.zeros(2, config.ttt_steps, dtype=torch.float64)
@@ -161,7 +150,7 @@ class Trainer:
             self.optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-        matched, losses = self._summed(matched), self._summed(losses)
+        matched, losses = self.parallel.summed(matched), self.parallel.summed(losses)
         self.trained += int(trained[0])
         tokens, seconds = sum(map(rows.tokens, planned)), time.monotonic() - begun
         return {
@@ -207,16 +196,10 @@ class Trainer:
         for parameter in self.head.parameters():
             parameter.grad = None
 
-    def _summed(self, values: Tensor) -> Tensor:
-        if self.world > 1:
-            values = values.to(self.device)
-            torch.distributed.all_reduce(values)
-        return values.cpu()
-
     def _due(self, saved: float) -> bool:
         """Whether state is to be written now; where all take part in it, as soon as it is time for one of them."""
         due = time.monotonic() - saved > self.config.checkpoint_seconds
-        return bool(self._summed(torch.tensor([float(due)]))) if self.parallel.collective else due
+        return bool(self.parallel.summed(torch.tensor([float(due)]))) if self.parallel.collective else due
 
     def evaluate(self, head: Head) -> dict[str, Any]:
         """Simulated greedy acceptance of `head` on the held-out samples, every position of the answers (see acceptance.simulate)."""

@@ -25,6 +25,13 @@ class Replicas:
         """The loss function on this head."""
         return self._loss(self.head, *arguments)
 
+    def summed(self, values: Tensor) -> Tensor:
+        """`values` summed over all processes, on the CPU."""
+        if self.world > 1:
+            values = values.to(self.head.embedding.device)
+            torch.distributed.all_reduce(values)
+        return values.cpu()
+
     def reduce(self) -> None:
         """Sum the gradients of all processes."""
         if self.world == 1:
@@ -59,21 +66,22 @@ class Shards(Replicas):
 
     collective = True
 
-    def __init__(self, head: Head, world: int, loss: Callable[..., Any], device: torch.device) -> None:
+    def __init__(self, head: Head, world: int, loss: Callable[..., Any]) -> None:
         super().__init__(head, world, loss)
         from torch.distributed.fsdp import fully_shard
 
-        self.unit = fully_shard(
-            _Unit(head), mesh=torch.distributed.init_device_mesh(device.type, (world,)), reshard_after_forward=False
-        )
+        mesh = torch.distributed.init_device_mesh(head.embedding.device.type, (world,))
+        self.unit = fully_shard(_Unit(head), mesh=mesh, reshard_after_forward=False)
         self.unit.set_gradient_divide_factor(1.0)
         self.unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
     def loss(self, *arguments: Any) -> Any:
+        """The loss function on the head's whole weights, gathered where they are not yet."""
         self._communicate(False)
         return self.unit(lambda head: self._loss(head, *arguments))
 
     def reduce(self) -> None:
+        """Give every process its share of the summed gradients, and let go of the whole weights."""
         self._communicate(True)
         self.unit(lambda head: sum(p.sum() * 0 for p in head.parameters() if p.requires_grad)).backward()
 
@@ -89,12 +97,14 @@ class Shards(Replicas):
         return copy.to(self.head.embedding.device)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Weights and optimizer state, whole in the first process and empty in the others."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         weights, moments = get_state_dict(self.unit, optimizer, options=_options())
         return {"head": _bare(weights), "optimizer": moments}
 
     def restore(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        """Take this process's share of what `state` gave."""
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         weights = {PREFIX + name: tensor for name, tensor in state["head"].items()}
