@@ -180,12 +180,8 @@ class StoreWriter:
         tensors = {key: torch.cat([getattr(r, key) for r in rows]) for key in NAMES}
         ends = torch.tensor([0] + [len(r.token_ids) for r in rows]).cumsum(0)
         partial = self.folder / f"{name}.tmp"
-        try:
-            save_file({**tensors, "offsets": ends}, partial)
-            sync(partial)
-        except BaseException:  # a full disk: what cannot be finished must not fill it
-            partial.unlink(missing_ok=True)
-            raise
+        save_file({**tensors, "offsets": ends}, partial)
+        sync(partial)
         entry = {"shard": name, "bytes": partial.stat().st_size, "crc32": file_crc32(partial)}
         entry["rows"] = [
             {"sample_id": r.sample_id, "start": int(a), "end": int(b), "crc32": row_crc32(*r[1:])}

@@ -93,12 +93,13 @@ def test_a_killed_run_resumes_to_the_very_same_weights(lab, tmp_path):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_processes_take_the_same_steps_as_one_with_twice_the_rows(lab, tmp_path, parallel):
-    """The loss curve to 1e-5, the weights, and what the run returns."""
+    """The loss curve to 1e-5, the weights, and what the run returns; the gradients' norm, since Adam hides their scale."""
     one = train(settings(lab, tmp_path / "one", epochs=1, batch_rows=2))
     two = train(settings(lab, tmp_path / "two", epochs=1, batch_rows=1, nproc=2, parallel=parallel))
     assert two.steps == one.steps and two.trained_tokens == one.trained_tokens and two.parameters == one.parameters
-    curves = [[e["loss"] for e in lines(tmp_path / run) if "loss" in e] for run in ("one", "two")]
-    assert curves[1] == pytest.approx(curves[0], rel=1e-5) and len(curves[0]) == one.steps
+    for name in ("loss", "gradient_norm"):
+        curves = [[e[name] for e in lines(tmp_path / run) if name in e] for run in ("one", "two")]
+        assert curves[1] == pytest.approx(curves[0], rel=1e-5) and len(curves[0]) == one.steps
     for name, tensor in load_file(one.head / "model.safetensors").items():
         torch.testing.assert_close(load_file(two.head / "model.safetensors")[name], tensor, rtol=1e-3, atol=1e-4)
 
