@@ -9,7 +9,7 @@ from kimi_eagle.errors import BadInput
 def check(path: Path, target: str = "", reader: str = "vllm") -> tuple[str, list[str]]:
     """(what `path` is, its faults as sentences). A store has manifest.json, a run result.json, a head config.json.
 
-    target: name of the target to hold a head against, "" for none; reader: "vllm" or "sglang", of a head.
+    target: name of the target to hold a head against, "" for none; reader: "vllm", "sglang" or "speculators", of a head.
     """
     if (path / "manifest.json").is_file() or any(path.glob("part-*/manifest.json")):
         from kimi_eagle.hidden_store import Store
@@ -21,8 +21,6 @@ def check(path: Path, target: str = "", reader: str = "vllm") -> tuple[str, list
         from kimi_eagle.eagle3.contract import check_head
         from kimi_eagle.target import describe
 
-        if reader not in ("vllm", "sglang"):
-            raise BadInput(f"reader {reader!r}: use vllm or sglang.")
         return "head", check_head(path, describe(target) if target else None, reader)
     if not path.is_dir():
         raise BadInput(

@@ -7,6 +7,7 @@ embedding output and N (the number of layers) is the output of the last layer be
 |-------------------|---------------------------------------------|---------|
 | vllm              | input of layer k                            | k       |
 | sglang            | output of layer k (also TorchSpec's configs)| k + 1   |
+| speculators       | input of layer k (its head format, 0.9)     | k       |
 | speculators-0.3   | captured after layer k                      | k + 1   |
 | huggingface       | hidden_states[k]; entry N is *normed*       | k (k<N) |
 """
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 from kimi_eagle.errors import BadInput
 
-OFFSET_TO_VLLM = {"vllm": 0, "sglang": 1, "speculators-0.3": 1, "huggingface": 0}
+OFFSET_TO_VLLM = {"vllm": 0, "sglang": 1, "speculators": 0, "speculators-0.3": 1, "huggingface": 0}
 
 
 def to_vllm(ids: Sequence[int], convention: str, num_layers: int | None = None) -> list[int]:

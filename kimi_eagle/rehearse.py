@@ -146,6 +146,7 @@ def _train(short: Target, cfg: Any, stores: dict[str, Path], map_file: Path, fol
         "row_tokens": row_tokens,
         "epochs": 1,
         "initial_weights": "random",
+        "initial_head": "",
         "evaluation_samples": 2,
     }
     trained = train(for_stage(SimpleNamespace(**{**vars(cfg), **own, "folder": folder / "train"}), stores, map_file))

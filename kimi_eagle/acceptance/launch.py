@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def launch_line(reader: str, target: str | Path, head: str | Path, k: int = 3, attention_backend: str = "") -> str:
-    """The shell line with which `reader` ("vllm" or "sglang") serves `target` with `head` drafting `k` tokens a step.
+    """The shell line with which `reader` ("vllm", "sglang", or "speculators": a head in its format in vLLM) serves `target` with `head` drafting `k` tokens a step.
 
     What a draft would else take from its target is said for the draft itself: its method (vLLM guesses it from the path's
     name), that it is not quantized (SGLang), and its attention back end where one is named ("" leaves it to the server).
     """
-    if reader == "vllm":
+    if reader != "sglang":
         draft = {"method": "eagle3", "model": str(head), "num_speculative_tokens": k}
         draft |= {"attention_backend": attention_backend} if attention_backend else {}
         words = ["vllm", "serve", str(target), "--trust-remote-code", "--speculative-config", json.dumps(draft)]

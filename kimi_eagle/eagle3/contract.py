@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
+from kimi_eagle.eagle3 import speculators_format
 from kimi_eagle.eagle3.config import HeadConfig, rope_of
-from kimi_eagle.eagle3.format import LAYER_NAMES, config_from_json, read_config
+from kimi_eagle.eagle3.format import LAYER_NAMES, config_from_json, known_reader, read_config
 from kimi_eagle.eagle3.model import Head
 from kimi_eagle.errors import BadInput
 from kimi_eagle.layer_ids import meaning, to_vllm
@@ -20,11 +21,11 @@ LLAMA = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 OPTIONAL = ("d2t", "t2d", "embed_tokens.weight")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-IDS = "eagle_aux_hidden_state_layer_ids"
+IDS = speculators_format.IDS
 
 
 def check_head(path: str | Path, target: "Target | None" = None, reader: str = "vllm") -> list[str]:
-    """Every breach of the contract of `reader` ("vllm" or "sglang"), one sentence each; an empty list is a sound head.
+    """Every breach of the contract of `reader` ("vllm", "sglang" or "speculators"), one sentence each; an empty list is a sound head.
 
     With `target`, what must agree with it is checked too: vocabulary, widths, positions, RoPE, layer ids.
     """
@@ -33,18 +34,29 @@ def check_head(path: str | Path, target: "Target | None" = None, reader: str = "
         written = read_config(folder)
     except BadInput as error:
         return [str(error)]
-    faults = [f"config.json: {f}" for f in _config_faults(written, reader)]
+    known_reader(reader)
+    if speculators_format.is_nested(written) != (reader == "speculators"):
+        found = "speculators' format (which vLLM reads too)" if reader != "speculators" else "the plain format"
+        return [
+            f"config.json is in {found}, not in the one for {reader}: check it for the other, or export the head again."
+        ]
+    faults = [f"config.json: {key} is null, which servers reject; leave the key out." for key in _nulls(written)]
+    if reader == "speculators":
+        faults += [f"config.json: {f}" for f in speculators_format.faults(written)]
+    written = speculators_format.plain(written)
+    faults += [f"config.json: {f}" for f in _config_faults(written, reader)]
     if target is not None:
         faults += [f"config.json: {f}" for f in _target_faults(written, target)]
     try:
         config = config_from_json(written)
     except (BadInput, ValueError, TypeError) as error:
         return [*faults, str(error)]
-    return faults + [f"model.safetensors: {f}" for f in _tensor_faults(folder, config, reader)]
+    faults += [f"model.safetensors: {f}" for f in _tensor_faults(folder, config, reader)]
+    return faults
 
 
 def _config_faults(written: dict[str, Any], reader: str) -> list[str]:
-    faults = [f"{key} is null, which servers reject; leave the key out." for key in _nulls(written)]
+    faults = []
     architecture, kind = (written.get("architectures") or [""])[0], written.get("model_type")
     if architecture not in LLAMA + MLA:
         faults.append(f"architecture {architecture!r} is none of {', '.join(LLAMA + MLA)}.")
@@ -85,7 +97,7 @@ def _id_faults(written: dict[str, Any], reader: str) -> list[str]:
 
 def _taken(ids: list[int]) -> str:
     """Which tensors each reader takes for `ids`."""
-    return "; ".join(f"{ids} for {reader}: {meaning(ids, reader)}" for reader in LAYER_NAMES)
+    return "; ".join(f"{ids} for {reader}: {meaning(ids, reader)}" for reader in ("vllm", "sglang"))
 
 
 def _target_faults(written: dict[str, Any], target: "Target") -> list[str]:
@@ -106,7 +118,7 @@ def _target_faults(written: dict[str, Any], target: "Target") -> list[str]:
             f"RoPE is {ours['rope_type']!r} but the target's is {theirs['rope_type']!r}: rope_scaling was lost or replaced."
         )
     convention = written.get("layer_id_convention", "vllm")
-    ids = to_vllm(written.get(IDS) or [], convention if convention in ("vllm", "sglang") else "vllm")
+    ids = to_vllm(written.get(IDS) or [], convention if convention in LAYER_NAMES else "vllm")
     if any(not 0 <= i <= target.num_layers for i in ids):
         faults.append(f"{IDS}: vLLM ids {ids} do not all exist in a target of {target.num_layers} layers.")
     return faults
@@ -131,6 +143,8 @@ def _tensor_faults(folder: Path, config: HeadConfig, reader: str) -> list[str]:
         elif not torch.isfinite(found).all():
             faults.append(f"{name} holds values that are not finite.")
     faults += _map_faults(tensors, config)
+    if reader == "speculators" and config.has_map and "t2d" not in tensors:
+        faults.append("t2d is missing: speculators needs it beside d2t.")
     own = tensors.get("embed_tokens.weight")
     if own is None and config.hidden_size != config.target_hidden_size:
         faults.append("embed_tokens.weight is missing, and the target's embedding has another width.")

@@ -8,7 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kimi_eagle.eagle3 import speculators_format
 from kimi_eagle.eagle3.config import MLA_FIELDS, HeadConfig, rope_of
+from kimi_eagle.eagle3.speculators_format import FLAGS
 from kimi_eagle.errors import BadInput
 from kimi_eagle.layer_ids import from_vllm, to_vllm
 
@@ -17,14 +19,13 @@ MODEL_TYPES = {
     "llama": "llama",
     "mla": "deepseek_v2",
 }  # vLLM turns deepseek_v3 into an MTP model, whatever its architecture
-LAYER_NAMES = {"vllm": "layers.0.", "sglang": "midlayer."}
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+LAYER_NAMES = {"vllm": "layers.0.", "sglang": "midlayer.", "speculators": "layers.0."}  # one entry a reader
 
 
 def config_json(
     config: HeadConfig, reader: str = "vllm", dtype: str = "bfloat16", special: dict[str, Any] | None = None
 ) -> dict:
-    """config.json of a head for `reader` ("vllm" or "sglang"; the layer ids are written in its convention), without nulls."""
+    """config.json of a head in the plain form, the layer ids in the convention of `reader` (a key of LAYER_NAMES), without nulls."""
     rope = dict(config.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
     ids = from_vllm(config.layer_ids, reader)
@@ -68,6 +69,7 @@ def config_json(
 
 def config_from_json(written: dict[str, Any]) -> HeadConfig:
     """The HeadConfig that a config.json describes; BadInput where it lacks something."""
+    written = speculators_format.plain(written)
     architecture = (written.get("architectures") or [""])[0]
     attention = "mla" if "Deepseek" in architecture else "llama"
     inner = written.get("eagle_config") or {}
@@ -114,3 +116,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise BadInput(f"head {folder.name}: config.json is not a JSON object.")
     return written
+
+
+def reader_of(written: dict[str, Any]) -> str:
+    """Whom a config.json was written for."""
+    if speculators_format.is_nested(written):
+        return "speculators"
+    return "sglang" if written.get("layer_id_convention") == "sglang" else "vllm"
+
+
+def known_reader(reader: str) -> None:
+    """BadInput for a reader that is none of LAYER_NAMES."""
+    if reader not in LAYER_NAMES:
+        raise BadInput(f"reader {reader!r}: use one of {', '.join(LAYER_NAMES)}.")

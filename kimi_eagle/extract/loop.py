@@ -21,6 +21,7 @@ from kimi_eagle.extract import backends, budget
 from kimi_eagle.extract.engine import Engine
 from kimi_eagle.extract.states import Staging
 from kimi_eagle.hidden_store import Store, StoreWriter
+from kimi_eagle.hidden_store.parts import parts
 from kimi_eagle.target import Target
 
 # Rows handed to the engine at once: a group is to take about GROUP_SECONDS (its end leaves the engine's last steps half empty),
@@ -86,6 +87,8 @@ def extract(
     states is named in rejected.jsonl and skipped; above REJECT_LIMIT the run stops with StageFailed.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if parts(folder):
+        return _joined(rows, folder)
     with StoreWriter(folder, plan.manifest(engine)) as writer:
         missing = [r for r in rows if r.sample_id not in writer.done]
         budget.check_space(
@@ -134,6 +137,17 @@ def figures(
         tree["verification"]["hugging_face"] = list(found["hugging_face"]["relative_l2"].values())
         units["verification"]["hugging_face"] = "relative L2 per layer id"
     return tree, units
+
+
+def _joined(rows: list[Answer], folder: Path) -> Store:
+    """The store of parts that jobs of their own extracted, if it holds the rows."""
+    store = Store(folder)
+    missing = [row.sample_id for row in rows if row.sample_id not in store.position]
+    if len(missing) > max(1, REJECT_LIMIT * len(rows)):
+        raise StageFailed(
+            f"extraction: {len(missing)} rows (e.g. {missing[0]}) are in no part; run `kimi-eagle extract` again."
+        )
+    return store
 
 
 def _staging(folder: Path) -> Path:

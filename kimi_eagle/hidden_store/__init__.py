@@ -6,7 +6,8 @@
     rejected.jsonl           rows that were not stored, with the reason
 
 A kill at any moment leaves whole shards and at most one temporary file and one torn index line; both are dropped when the
-store is opened for writing again, and `done` says which samples need not be extracted again.
+store is opened for writing again, and `done` says which samples need not be extracted again. So are shards that were lost or cut
+since; `repair` finds changed bytes too. A folder of `part-i-of-n` folders, each such a store, is read as one.
 """
 
 from kimi_eagle.hidden_store.files import Row

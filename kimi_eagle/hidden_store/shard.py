@@ -75,15 +75,11 @@ class Shard:
             "offsets": torch.tensor([0, *(row[4] for row in kept)]),
         }
         partial = path.with_name(f"{path.name}.tmp")
-        try:
-            save_file(tensors, partial)
-            sync(partial)
-            entry = {"shard": path.name, "bytes": partial.stat().st_size, "frame_crc32": frame_crc32(partial)}
-            entry["rows"] = [{"sample_id": n, "start": a, "end": b, "xxh3": total} for n, _, _, a, b, total in kept]
-            partial.rename(path)
-        except BaseException:  # a full disk: what cannot be finished must not fill it
-            partial.unlink(missing_ok=True)
-            raise
+        save_file(tensors, partial)
+        sync(partial)
+        entry = {"shard": path.name, "bytes": partial.stat().st_size, "frame_crc32": frame_crc32(partial)}
+        entry["rows"] = [{"sample_id": n, "start": a, "end": b, "xxh3": total} for n, _, _, a, b, total in kept]
+        partial.rename(path)
         sync(path.parent)
         return entry, left_out
 

@@ -21,6 +21,7 @@ CHOICES = {
     "head_attention": ("llama", "mla"),
     "loss": ("kl", "ce", "tv", "nla", "lk"),
     "initial_weights": ("target", "random"),
+    "parallel": ("ddp", "fsdp2"),
     "train_device": ("auto", "cpu", "cuda"),
     "head_dtype": ("auto", "float32", "bfloat16"),
     "profile_communicator": ("auto", "gloo"),

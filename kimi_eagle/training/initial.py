@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kimi_eagle.eagle3.config import HeadConfig
 from kimi_eagle.eagle3.model import Head
+from kimi_eagle.errors import BadInput
 
 if TYPE_CHECKING:
     from kimi_eagle.target import Target
@@ -38,6 +39,28 @@ def initial_head(config: HeadConfig, target: "Target", d2t: Tensor | None, layer
         if layer == "target":
             copy_layer(head, target, target.num_layers - 1)
     return head
+
+
+def take_over(head: Head, published: Head) -> None:
+    """Start `head` from another one of its shape and layer ids: every tensor, and the output rows of the tokens that both have.
+
+    BadInput where the two differ in more than their draft vocabularies.
+    """
+    ours, theirs = head.config.model_dump(), published.config.model_dump()
+    changed = [k for k in ours if ours[k] != theirs[k] and k not in ("draft_vocab_size", "max_position_embeddings")]
+    if changed:
+        said = ", ".join(f"{k} {theirs[k]} where {ours[k]} is trained" for k in changed)
+        raise BadInput(
+            f"initial head: it has {said}; extract the layers it reads and set its flags, or start without it."
+        )
+    weights = published.state_dict()
+    rows = weights.pop("lm_head.weight")
+    place = torch.full((head.config.vocab_size,), -1)
+    place[published.target_ids] = torch.arange(len(published.target_ids))
+    at = place[head.target_ids]
+    with torch.no_grad():
+        head.lm_head.weight[at >= 0] = rows[at[at >= 0]]
+    head.load_state_dict(weights, strict=False)
 
 
 def copy_layer(head: Head, target: "Target", number: int) -> list[str]:

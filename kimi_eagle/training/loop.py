@@ -16,14 +16,16 @@ from kimi_eagle.acceptance.statistics import summarize
 from kimi_eagle.eagle3 import checkpoint
 from kimi_eagle.eagle3.config import for_target
 from kimi_eagle.eagle3.loss import TargetOutput
+from kimi_eagle.eagle3.model import Head
 from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.hidden_store import Store
 from kimi_eagle.target import describe
 from kimi_eagle.training import rows, run_state
 from kimi_eagle.training.data_facts import data_facts
 from kimi_eagle.training.device import device_of, peak_memory_mb, say_out_of_memory
-from kimi_eagle.training.initial import initial_head, parameter_table
+from kimi_eagle.training.initial import initial_head, parameter_table, take_over
 from kimi_eagle.training.optimizer import learning_rate_factor, make_optimizer
+from kimi_eagle.training.parallel import Replicas, Shards
 from kimi_eagle.training.row_loss import RowCounts, row_loss, trained_positions
 from kimi_eagle.training.settings import TrainConfig, TrainResult
 
@@ -47,17 +49,21 @@ class Trainer:
         target = describe(config.target)
         self.store, self.held_out = Store(config.train_store), Store(config.held_out_store)
         layer_ids = rows.check_stores(self.store, self.held_out, target)
-        self.map = self._load_map(target)
+        self.map = rows.load_map(config.vocab_map, self.store, target)
         self.target = target
         size = len(self.map.d2t) if self.map else target.vocab_size
         flags = {k: getattr(config, k) for k in ("norm_before_residual", "fc_norm", "norm_output")}
         shape = for_target(target, config.head_attention, size, layer_ids, **flags)
         self.head = initial_head(shape, target, self.map.d2t if self.map else None, config.initial, config.seed)
+        if config.initial_head:
+            take_over(self.head, checkpoint.load(config.initial_head, target))
         self.head.lm_head.weight.requires_grad_(config.train_lm_head)
         self.head.to(self.device)
         dtype = torch.bfloat16 if self.low_precision else torch.float32
         self.head.embedding = self.head.embedding.to(dtype)
         self.output = TargetOutput.of(target, self.head.target_ids, self.device, dtype)
+        kind = Shards if config.parallel == "fsdp2" and world > 1 else Replicas
+        self.parallel: Replicas = kind(self.head, world, row_loss)
         self.optimizer = make_optimizer(self.head, config)
         plans = [rows.plan(self.store, config.row_tokens, config.seed, epoch) for epoch in range(config.epochs)]
         size = config.batch_rows * world
@@ -72,17 +78,6 @@ class Trainer:
         self.held_out_ids = self.held_out.sample_ids[: config.evaluation_samples]
         self.greedy: dict[str, Tensor] | None = None
         self.data: dict[str, Any] = {}
-
-    def _load_map(self, target: Any) -> vocab_map.VocabMap | None:
-        if self.config.vocab_map is None:
-            return None
-        counted = vocab_map.count_tokens(self.store, target.vocab_size)
-        return vocab_map.load(
-            Path(self.config.vocab_map),
-            vocab_size=target.vocab_size,
-            tokenizer_sha256=target.tokenizer_sha256,
-            data_sha256=counted.data_sha256,
-        )
 
     def _data_digest(self) -> str:
         ids = vocab_map.count_tokens(self.store, self.head.config.vocab_size).data_sha256
@@ -111,12 +106,13 @@ class Trainer:
             self.seconds = before + time.monotonic() - begun
             bar.set_postfix_str(f"loss {figures['loss']:.3f}, {figures['tokens_per_second']:.0f} tok/s", refresh=False)
             bar.update()
-            if self.rank:
+            if self.rank == 0:
+                self._log(board, figures)
+            elif not self.parallel.collective:
                 continue
-            self._log(board, figures)
             if self.step in self.evaluate_at:
                 self._select(board)
-            if self.step == len(self.batches) or time.monotonic() - saved > self.config.checkpoint_seconds:
+            if self.step == len(self.batches) or self._due(saved):
                 self.seconds = before + time.monotonic() - begun
                 self._save()
                 saved = time.monotonic()
@@ -135,7 +131,7 @@ class Trainer:
         trained = torch.tensor(
             [sum(int(m[j].sum()) for m in masks) for j in range(config.ttt_steps)], dtype=torch.float64
         )
-        trained = self._summed(trained)
+        trained = self.parallel.summed(trained)
         weights = [config.step_decay**j for j in range(config.ttt_steps)]
         scales = [w / max(1.0, float(n)) / sum(weights) for w, n in zip(weights, trained, strict=True)]
         matched, losses = torch.zeros(2, config.ttt_steps, dtype=torch.float64)
@@ -143,9 +139,10 @@ class Trainer:
             counts = self._backward(row, scales)
             matched += torch.stack(counts.matched).cpu()
             losses += torch.stack(counts.loss).cpu()
+        self.parallel.reduce()
         parameters = [p for p in self.head.parameters() if p.requires_grad]
-        self._sum_gradients(parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.clip))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+        norm = float(norm.full_tensor() if self.parallel.collective else norm)
         factor = learning_rate_factor(self.step, len(self.batches), config.warmup_fraction, config.final_fraction)
         if math.isfinite(norm):  # a step whose gradient is not finite is skipped, and the log says so
             for group in self.optimizer.param_groups:
@@ -153,7 +150,7 @@ class Trainer:
             self.optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-        matched, losses = self._summed(matched), self._summed(losses)
+        matched, losses = self.parallel.summed(matched), self.parallel.summed(losses)
         self.trained += int(trained[0])
         tokens, seconds = sum(map(rows.tokens, planned)), time.monotonic() - begun
         return {
@@ -177,8 +174,8 @@ class Trainer:
         self.head.train()
         with say_out_of_memory(self.device):
             with torch.autocast(self.device.type, torch.bfloat16) if self.low_precision else nullcontext():
-                value, counts = row_loss(
-                    self.head, self.output, row, config.ttt_steps, config.loss, scales, self.flex, config.recompute
+                value, counts = self.parallel.loss(
+                    self.output, row, config.ttt_steps, config.loss, scales, self.flex, config.recompute
                 )
             if value.requires_grad:
                 value.backward()
@@ -195,31 +192,23 @@ class Trainer:
         moments = [] if self.optimizer.state else [torch.empty_like(p) for p in parameters for _ in range(2)]
         self._backward(row._replace(loss_mask=torch.ones_like(row.loss_mask)), [1.0] * self.config.ttt_steps)
         del moments
-        for parameter in parameters:
+        self.parallel.reduce()
+        for parameter in self.head.parameters():
             parameter.grad = None
 
-    def _summed(self, values: Tensor) -> Tensor:
-        if self.world > 1:
-            values = values.to(self.device)
-            torch.distributed.all_reduce(values)
-        return values.cpu()
+    def _due(self, saved: float) -> bool:
+        """Whether state is to be written now; where all take part in it, as soon as it is time for one of them."""
+        due = time.monotonic() - saved > self.config.checkpoint_seconds
+        return bool(self.parallel.summed(torch.tensor([float(due)]))) if self.parallel.collective else due
 
-    def _sum_gradients(self, parameters: list[Tensor]) -> None:
-        if self.world == 1:
-            return
-        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
-        torch.distributed.all_reduce(flat)
-        for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = gradient.view_as(parameter)
-
-    def evaluate(self) -> dict[str, Any]:
-        """Simulated greedy acceptance on the held-out samples, every position of the answers (see acceptance.simulate)."""
-        self.head.eval()
+    def evaluate(self, head: Head) -> dict[str, Any]:
+        """Simulated greedy acceptance of `head` on the held-out samples, every position of the answers (see acceptance.simulate)."""
+        head.eval()
         if self.greedy is None:
             self.greedy = greedy_tokens(self.held_out, self.output, self.held_out_ids)
         counted = simulate(
             self.held_out,
-            self.head,
+            head,
             self.output,
             self.config.ttt_steps,
             greedy=self.greedy,
@@ -228,7 +217,10 @@ class Trainer:
         return summarize(counted, seed=self.config.seed)
 
     def _select(self, board: Any) -> None:
-        found = self.evaluate()
+        head = self.parallel.whole()
+        if self.rank:
+            return
+        found = self.evaluate(head)
         self.metrics.add(step=self.step, evaluation=found)
         board.add_scalar("held_out/acceptance_length", found["acceptance_length"], self.step)
         if found["acceptance_length"] > self.best["acceptance_length"]:
@@ -241,7 +233,7 @@ class Trainer:
             dtype = self.config.head_dtype
             if dtype == "auto":
                 dtype = "bfloat16" if self.low_precision else "float32"
-            checkpoint.export(self.head, self.folder / "head", self.target, dtype=dtype, note=note)
+            checkpoint.export(head, self.folder / "head", self.target, dtype=dtype, note=note)
 
     def _log(self, board: Any, figures: dict[str, Any]) -> None:
         self.metrics.add(step=self.step, **figures)
@@ -258,7 +250,6 @@ class Trainer:
         return SummaryWriter(self.folder / "tensorboard", purge_step=self.step + 1)
 
     def _save(self) -> None:
-        self.metrics.sync()
         state = {
             "digest": self.digest,
             "step": self.step,
@@ -266,15 +257,15 @@ class Trainer:
             "seconds": self.seconds,
             "best": self.best,
             "data": self.data,
-            "head": self.head.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **self.parallel.state(self.optimizer),
             "random": torch.get_rng_state(),
         }
-        run_state.save(self.folder / "state", state)
+        if self.rank == 0:
+            self.metrics.sync()
+            run_state.save(self.folder / "state", state)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.parallel.restore(state, self.optimizer)
         torch.set_rng_state(state["random"])
         self.step, self.trained = state["step"], state["trained"]
         self.seconds, self.best, self.data = state["seconds"], state["best"], state.get("data", {})

@@ -1,11 +1,13 @@
 """Packed rows: whole texts side by side up to a fixed number of tokens, in an order that the seed and the epoch decide."""
 
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kimi_eagle import vocab_map
 from kimi_eagle.errors import BadInput
 from kimi_eagle.hidden_store import Store
 
@@ -110,3 +112,15 @@ def check_stores(train: Store, held_out: Store, target: "Target") -> tuple[int, 
             f"{len(shared)} samples are in both stores (e.g. {min(shared)}): held-out acceptance would flatter the head."
         )
     return tuple(train.layer_ids[:-1])
+
+
+def load_map(file: Path | None, store: Store, target: "Target") -> vocab_map.VocabMap | None:
+    """The vocabulary map in `file`, None without one; BadInput where it was made for another tokenizer or other rows."""
+    if file is None:
+        return None
+    return vocab_map.load(
+        Path(file),
+        vocab_size=target.vocab_size,
+        tokenizer_sha256=target.tokenizer_sha256,
+        data_sha256=vocab_map.count_tokens(store, target.vocab_size).data_sha256,
+    )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kimi_eagle import paths
 from kimi_eagle.eagle3.loss import LOSSES
 from kimi_eagle.errors import BadInput
 
@@ -38,6 +39,9 @@ class TrainConfig(BaseModel):
     initial: Literal["target", "random"] = Field(
         "target", description="decoder layer from the target's last, or random"
     )
+    initial_head: Path | None = Field(
+        None, description="head to start from, in any format that check knows, e.g. a published one"
+    )
     train_lm_head: bool = Field(False, description="False keeps the target's rows, which saves a third of its cost")
     norm_before_residual: bool = False
     fc_norm: bool = False
@@ -60,6 +64,9 @@ class TrainConfig(BaseModel):
     )
     device: str = Field("auto", description="auto, cpu or cuda")
     seed: int = 0
+    parallel: Literal["ddp", "fsdp2"] = Field(
+        "ddp", description="processes each hold the whole head, or (fsdp2) shares of its weights, gradients and moments"
+    )
     nproc: int = Field(1, ge=1, description="processes (torchrun); more than one needs as many devices, or the CPU")
 
     @classmethod
@@ -134,7 +141,7 @@ class TrainResult(BaseModel):
 
 def for_stage(cfg: Any, stores: dict[str, Path], vocab_map: Path) -> TrainConfig:
     """The configuration of notebook 04: `cfg` has its parameters as attributes, `stores` the folders of train and heldout."""
-    same = set(TrainConfig.model_fields) & set(vars(cfg)) - {"folder"}
+    same = set(TrainConfig.model_fields) & set(vars(cfg)) - {"folder", "initial_head"}
     return TrainConfig.of(
         **{name: getattr(cfg, name) for name in same},
         train_store=stores["train"],
@@ -142,6 +149,7 @@ def for_stage(cfg: Any, stores: dict[str, Path], vocab_map: Path) -> TrainConfig
         vocab_map=vocab_map,
         folder=cfg.folder,
         initial=cfg.initial_weights,
+        initial_head=paths.resolve(cfg.initial_head) if cfg.initial_head else None,
         device=cfg.train_device,
         nproc=cfg.train_processes,
     )

@@ -145,6 +145,7 @@ def test_the_choices_that_preflight_knows_are_those_of_the_modules_that_read_the
     assert preflight.CHOICES["extract_backend"] == ("auto", *ORDER)
     assert preflight.CHOICES["head_attention"] == literal("head_attention")
     assert preflight.CHOICES["initial_weights"] == literal("initial")
+    assert preflight.CHOICES["parallel"] == literal("parallel")
     assert preflight.CHOICES["head_dtype"] == literal("head_dtype")
     known = parameters.declared_everywhere()
     assert {*preflight.CHOICES, *preflight.RANGES} <= set(known)

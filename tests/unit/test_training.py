@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from heads import toy_config, toy_head
-from labs import H, N, lines, make_lab, make_store, settings
+from labs import H, N, V, lines, make_lab, make_store, settings
 from safetensors.torch import load_file, save_file
 
-from kimi_eagle.eagle3.checkpoint import check_head
+from kimi_eagle.eagle3.checkpoint import check_head, convert, load
 from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.target import describe
@@ -91,12 +91,39 @@ def test_a_killed_run_resumes_to_the_very_same_weights(lab, tmp_path):
     assert plain[0] == plain[1]
 
 
-def test_two_processes_take_the_same_steps_as_one_with_twice_the_rows(lab, tmp_path):
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_processes_take_the_same_steps_as_one_with_twice_the_rows(lab, tmp_path, parallel):
+    """The loss curve to 1e-5, the weights, and what the run returns; the gradients' norm, since Adam hides their scale."""
     one = train(settings(lab, tmp_path / "one", epochs=1, batch_rows=2))
-    two = train(settings(lab, tmp_path / "two", epochs=1, batch_rows=1, nproc=2))
-    assert two.steps == one.steps and two.trained_tokens == one.trained_tokens
+    two = train(settings(lab, tmp_path / "two", epochs=1, batch_rows=1, nproc=2, parallel=parallel))
+    assert two.steps == one.steps and two.trained_tokens == one.trained_tokens and two.parameters == one.parameters
+    for name in ("loss", "gradient_norm"):
+        curves = [[e[name] for e in lines(tmp_path / run) if name in e] for run in ("one", "two")]
+        assert curves[1] == pytest.approx(curves[0], rel=1e-5) and len(curves[0]) == one.steps
     for name, tensor in load_file(one.head / "model.safetensors").items():
         torch.testing.assert_close(load_file(two.head / "model.safetensors")[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_killed_run_of_shards_resumes_to_the_very_same_weights(lab, tmp_path):
+    """T67 with FSDP2: what two processes ended with after a SIGKILL equals an undisturbed run of theirs, to the last bit."""
+    whole = train(settings(lab, tmp_path / "whole", epochs=3, batch_rows=1, nproc=2, parallel="fsdp2"))
+    config = settings(
+        lab, tmp_path / "killed", epochs=3, batch_rows=1, nproc=2, parallel="fsdp2", checkpoint_seconds=0.001
+    )
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    command = [sys.executable, "-m", "kimi_eagle.train", str(tmp_path / "config.json")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while len(list((tmp_path / "killed" / "state").glob("state-*.pt"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    again = train(config)
+    assert again.resumed and again.steps == whole.steps
+    for name, tensor in load_file(whole.head / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(again.head / "model.safetensors")[name]), name
+    curves = [[e["loss"] for e in lines(tmp_path / run) if "loss" in e] for run in ("whole", "killed")]
+    assert curves[0] == curves[1]
 
 
 def test_low_precision_products_keep_float32_master_weights(lab, tmp_path):
@@ -178,6 +205,21 @@ def test_initial_weights_come_from_the_target(lab):
     assert torch.equal(head.layers[0].self_attn.q_proj.weight[:, H:], source[prefix + "self_attn.q_proj.weight"])
     plain = initial_head(head.config, target, None if trainer.map is None else trainer.map.d2t, "random", 0)
     assert not torch.equal(plain.layers[0].mlp.up_proj.weight, source[prefix + "mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize("reader", ["vllm", "speculators"])
+def test_a_run_starts_from_another_head_over_another_vocabulary(lab, tmp_path, reader):
+    first = train(settings(lab, tmp_path / "first", epochs=1))
+    target = describe(lab / "target")
+    folder = convert(first.head, tmp_path / "published", target, reader)
+    trainer = Trainer(settings(lab, tmp_path / "a", initial_head=folder, vocab_map=None))
+    published = load(folder, target)
+    assert torch.equal(trainer.head.fc.weight, published.fc.weight)
+    assert torch.equal(trainer.head.lm_head.weight[published.target_ids], published.lm_head.weight)
+    (missing,) = set(range(V)) - set(published.target_ids.tolist())
+    assert torch.equal(trainer.head.lm_head.weight[missing], target.load_tensor("lm_head")[missing])
+    with pytest.raises(BadInput, match="initial head: it has fc_norm False where True is trained"):
+        Trainer(settings(lab, tmp_path / "b", initial_head=folder, fc_norm=True))
 
 
 def test_of_an_mla_layer_with_experts_only_the_attention_is_taken(tmp_path):
