@@ -220,13 +220,14 @@ def compat(
 @app.command()
 def check(
     path: Annotated[Path, typer.Argument(help="a hidden-state store, a head, or a run")],
-    target_name: Annotated[str, typer.Option("--target", help="also hold a head against this target")] = "",
+    target_name: Annotated[str, typer.Option("--target", help="also hold a store or a head against this target")] = "",
     reader: Annotated[str, typer.Option("--for", help="who is to load a head: vllm or sglang")] = "vllm",
+    canary: Annotated[Path | None, typer.Option(help="parameter file: hold a store's canary to its engine")] = None,
 ) -> None:
     """Hold a store, a head or a run against what its readers expect; one sentence per fault, exit code 1 if any."""
     from kimi_eagle import check as module
 
-    kind, faults = module.check(path, target_name, reader)
+    kind, faults = module.check(path, target_name, reader, _values(canary) if canary else None)
     print("\n".join(faults) if faults else module.sound(kind, path, target_name, reader))
     if faults:
         raise typer.Exit(1)

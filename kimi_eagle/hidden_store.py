@@ -102,6 +102,7 @@ class Store:
             elif path.stat().st_size != shard["bytes"] or file_crc32(path) != shard["crc32"]:
                 faults += [f"{path.name}: changed or cut since it was written", *self._damaged_rows(shard)]
             else:
+                faults += self._damaged_rows(shard)
                 faults += [
                     f"{path.name}: row {e['sample_id']} holds values that are not finite"
                     for e in shard["rows"]
@@ -110,7 +111,7 @@ class Store:
         return faults
 
     def _damaged_rows(self, shard: dict) -> list[str]:
-        """Names the rows of a damaged shard whose own bytes no longer fit, as far as the file can still be read."""
+        """Names the rows of a shard whose ids, length or states are not the ones indexed, as far as it can still be read."""
         try:
             rows = {e["sample_id"]: row_crc32(*self.row(e["sample_id"])[1:]) == e["crc32"] for e in shard["rows"]}
         except Exception:  # safetensors raises its own error type for a broken header

@@ -140,6 +140,13 @@ class Host:
         """Close the window; the traces are written when this returns."""
         self.llm.stop_profile()
 
+    def cache(self, report: Callable[[int, int], None]) -> dict[str, int]:
+        """The engine's own plan of its cache on a rank: {bytes, tokens that fit}; empty where this vLLM keeps it elsewhere."""
+        core = getattr(getattr(self.core, "engine_core", None), "engine_core", None)
+        planned = getattr(getattr(core, "scheduler", None), "kv_cache_config", None)
+        tokens = getattr(self.core.vllm_config.cache_config, "kv_cache_size_tokens", None)
+        return {"bytes": sum(t.size for t in planned.kv_cache_tensors), "tokens": tokens} if planned and tokens else {}
+
     def describe(self, report: Callable[[int, int], None]) -> dict[str, Any]:
         """What was loaded: versions, platform, model class, runner, attention back end where vLLM names one."""
         import torch

@@ -1,9 +1,11 @@
 """The extraction loop: answered rows through an engine into the hidden-state store, resumable at any moment."""
 
 import hashlib
+import itertools
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,14 +16,18 @@ import torch
 from safetensors.torch import load_file
 
 from kimi_eagle.chat import Answer
-from kimi_eagle.errors import StageFailed
+from kimi_eagle.durable import write_atomically
+from kimi_eagle.errors import CallFailed, StageFailed
 from kimi_eagle.extract import backends, budget
-from kimi_eagle.extract.engine import Engine
+from kimi_eagle.extract.engine import Engine, log_tail
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.target import Target
 
 GROUP_TOKENS = 32768  # tokens handed to the engine at once: enough to fill its batches, little to redo after a kill
+FIRST_ROWS = 20  # handed over first: the time left is told from them, and what fails, fails early
 REJECT_LIMIT = 0.02  # share of rows without usable states above which the run stops
+SPEED = "speed.json"  # beside the shards: how fast the last extraction into the store was
+SPEED_UNITS = {"tokens_per_second": "tokens/s", "mb_per_second": "MB/s"}
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,12 @@ def plan(target: Target, auxiliary_layers: list[int], *, backend: str, dtype: st
     return Plan(target, ids, module.NAME, verdict.reason, dtype)
 
 
-def extract(
-    plan: Plan, engine: Engine, rows: list[Answer], folder: Path, tell: Callable[[int, int], None] | None = None
-) -> Store:
+def extract(plan: Plan, engine: Engine, rows: list[Answer], folder: Path, say: Callable[[str], None] = print) -> Store:
     """States of `rows` in the store at `folder` (rows that it holds already are kept); the store, opened for reading.
 
-    The engine works on one group of rows while the states of the one before are read and stored. A row without usable
-    states is named in rejected.jsonl and skipped; above REJECT_LIMIT the run stops with StageFailed.
+    The engine works on one group of rows while the states of the one before are read and stored. A row that the engine cannot
+    take, or without usable states, is named in rejected.jsonl and skipped; above REJECT_LIMIT, or where the engine ends, the
+    run stops with StageFailed. `say` is told the speed and the time left after FIRST_ROWS rows, and at the end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with StoreWriter(folder, plan.manifest(engine)) as writer:
@@ -83,23 +88,26 @@ def extract(
         budget.check_space(
             folder, sum(len(r.token_ids) for r in missing), len(plan.layer_ids), plan.target.hidden_size, plan.dtype
         )
+        if excess := budget.cache_excess(plan, engine):
+            say(excess)
         staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder))
         reader = ThreadPoolExecutor(1)
         pending: Future | None = None
+        pace = _Pace(plan, missing)
         try:
             for done, group in _groups(missing):
-                paths = _run(plan, engine, group, staging)
+                paths = _run(plan, engine, group, staging, writer, len(rows))
                 if pending:
                     pending.result()
                 pending = reader.submit(_store, writer, group, paths)
-                if len(writer.rejected) > max(1, REJECT_LIMIT * len(rows)):
-                    raise StageFailed(
-                        f"extraction: {len(writer.rejected)} rows have no usable states ({_sample(writer)})."
-                    )
-                if tell:
-                    tell(done, len(missing))
+                _stop_above_limit(writer, len(rows))
+                if done == FIRST_ROWS < len(missing):
+                    say(pace.line(done))
             if pending:
                 pending.result()
+                _stop_above_limit(writer, len(rows))
+                say(pace.line(len(missing)))
+                write_atomically(folder / SPEED, json.dumps(pace.figures(len(missing))).encode())
         finally:
             reader.shutdown()
             shutil.rmtree(staging, ignore_errors=True)
@@ -118,7 +126,12 @@ def figures(
         tree["states"][split] = {
             "rows": len(store), "tokens": store.tokens, "bytes": size, "answer_tokens": sum(len(a.answer_ids) for a in kept),
         }  # fmt: skip
-        units["states"][split] = {"rows": "rows", "tokens": "tokens", "bytes": "bytes", "answer_tokens": "tokens"}
+        tree["states"][split] |= (
+            json.loads((store.folder / SPEED).read_text()) if (store.folder / SPEED).is_file() else {}
+        )
+        units["states"][split] = {"rows": "rows", "tokens": "tokens", "bytes": "bytes", "answer_tokens": "tokens"} | {
+            name: unit for name, unit in SPEED_UNITS.items() if name in tree["states"][split]
+        }
     tree["states"]["layer_ids"] = next(iter(stores.values())).layer_ids
     units["states"]["layer_ids"] = "vLLM layer id"
     tree["verification"] = {
@@ -133,13 +146,66 @@ def figures(
     return tree, units
 
 
-def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Path) -> dict[str, str]:
+class _Pace:
+    """Speed and time left of one extraction, over the rows that it began with."""
+
+    def __init__(self, plan: Plan, rows: list[Answer]):
+        self.ends = list(itertools.accumulate(len(r.token_ids) for r in rows))
+        self.each = budget.bytes_per_token(len(plan.layer_ids), plan.target.hidden_size, plan.dtype)
+        self.begun = time.perf_counter()
+
+    def figures(self, done: int) -> dict[str, float]:
+        """Speeds with the first `done` rows behind, by the names of SPEED_UNITS."""
+        speed = self.ends[done - 1] / max(time.perf_counter() - self.begun, 1e-9)
+        return {"tokens_per_second": speed, "mb_per_second": speed * self.each / 1e6}
+
+    def line(self, done: int) -> str:
+        """The same in words, with the time that the rest will take."""
+        speed, size = self.figures(done).values()
+        left = (self.ends[-1] - self.ends[done - 1]) / speed / 60
+        rest = f", about {left:.1f} minutes left" if left else ""
+        return f"states: {done:,} of {len(self.ends):,} rows, {speed:,.0f} tokens/s, {size:,.2f} MB/s{rest}"
+
+
+def _run(
+    plan: Plan, engine: Engine, group: list[Answer], staging: Path, writer: StoreWriter, total: int
+) -> dict[str, str]:
+    """Files of the group's states by sample id. After an error of the engine row by row: one that fails alone is rejected."""
     requests = [{"id": r.sample_id, "prompt_token_ids": r.token_ids} for r in group]
-    return backends.backend(plan.backend).run(engine, requests, plan.layer_ids, str(staging))
+    run = backends.backend(plan.backend).run
+    try:
+        return run(engine, requests, plan.layer_ids, str(staging))
+    except CallFailed as error:
+        _must_answer(engine, error)
+    files: dict[str, str] = {}
+    for request in requests:
+        try:
+            files |= run(engine, [request], plan.layer_ids, str(staging))
+        except CallFailed as error:
+            _must_answer(engine, error)
+            writer.reject(request["id"], str(error))
+            _stop_above_limit(writer, total)
+    return files
+
+
+def _must_answer(engine: Engine, error: CallFailed) -> None:
+    """StageFailed where not the row is at fault but the workers, which answer nothing any more."""
+    try:
+        engine.rpc("kimi_eagle_patches")
+    except StageFailed:
+        raise StageFailed(f"{error}; its workers answer no more. Its last lines:\n{log_tail(engine.folder)}") from None
+
+
+def _stop_above_limit(writer: StoreWriter, total: int) -> None:
+    if len(writer.rejected) > max(1, REJECT_LIMIT * total):
+        name, reason = next(iter(writer.rejected.items()))
+        raise StageFailed(f"extraction: {len(writer.rejected)} rows have no usable states ({name}: {reason}).")
 
 
 def _store(writer: StoreWriter, group: list[Answer], paths: dict[str, str]) -> None:
     for row in group:
+        if row.sample_id in writer.rejected:
+            continue
         try:
             found = load_file(paths[row.sample_id])
         except (OSError, KeyError) as error:
@@ -161,11 +227,6 @@ def _groups(rows: list[Answer]) -> Any:
     for index, row in enumerate(rows):
         group.append(row)
         tokens += len(row.token_ids)
-        if tokens >= GROUP_TOKENS or index + 1 == len(rows):
+        if tokens >= GROUP_TOKENS or index + 1 in (FIRST_ROWS, len(rows)):
             yield index + 1, group
             group, tokens = [], 0
-
-
-def _sample(writer: StoreWriter) -> str:
-    name, reason = next(iter(writer.rejected.items()))
-    return f"{name}: {reason}"
