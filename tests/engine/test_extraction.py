@@ -41,6 +41,7 @@ def plan_of(backend):
 
 @pytest.mark.parametrize("backend", ["connector", "hooks"])
 def test_states_pass_every_check_through_the_wrapper(backend, rows, engines, plain, tmp_path):
+    """T05, T08, T10: a multimodal wrapper around a DeepSeek-type model, in this vLLM's own engine, by both back ends."""
     plan = plan_of(backend)
     extractor = engines("extract", **plan.engine_options)
     store = loop.extract(plan, extractor, rows, tmp_path / "states")
