@@ -239,7 +239,9 @@ def _answer(host: Host, connection: Connection) -> None:
 def _abort_leftovers(host: Host) -> None:
     """Requests of a caller that went away must not slow down the next one."""
     core = getattr(host, "core", None)  # the generator of speculators finishes what it began
-    unfinished = list(getattr(core.output_processor, "request_states", {})) if core else []
+    requests = core.output_processor if core else None
+    # Newer releases keep requests by ids of their own, and abort by those that were given.
+    unfinished = list(getattr(requests, "external_req_ids", getattr(requests, "request_states", {})))
     if unfinished:
         host.core.abort_request(unfinished)
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kimi_eagle import check
 from kimi_eagle.chat import Answer
-from kimi_eagle.extract import budget, canary, connector, engine, hooks, loop, verify
+from kimi_eagle.extract import budget, canary, connector, engine, hooks, loop, session, verify
 from kimi_eagle.extract.configure import engine_config
 from kimi_eagle.made_targets import make
 from kimi_eagle.target import Target, describe
@@ -194,7 +195,7 @@ def test_four_ids_give_four_states_and_the_last_is_the_last_layers_output_before
 
 @only_kimi
 def test_a_row_that_the_engine_refuses_is_named_and_the_others_are_right(plan, extractor, states, tmp_path):
-    """T18: the third row is longer than the engine's longest, which ends the whole call in vLLM."""
+    """T18: the third row is longer than the engine's longest, which ends the whole call in vLLM; what the call had begun is gone."""
     prompts = [prompt(20, 11), prompt(25, 12), prompt(300, 13), prompt(30, 14)]
     rows = [Answer(f"s{i}", f"s{i}", "train", ids, 1, "stop") for i, ids in enumerate(prompts)]
     store = loop.extract(plan, extractor, rows, tmp_path / "refused", say=lambda _: None)
@@ -215,7 +216,9 @@ def test_the_engines_own_cache_is_as_large_as_foreseen(plan, target, extractor):
 
 
 @only_kimi
-def test_a_canary_passes_the_same_engine_and_names_a_prompt_whose_states_moved(plan, target, extractor, tmp_path):
+def test_a_canary_passes_the_same_engine_and_names_a_prompt_whose_states_moved(
+    plan, target, extractor, tmp_path, monkeypatch
+):
     """T22, T23: as kept; one prompt by 1 %; all of them turned, as weights rotated by a quantization are."""
     rows = [Answer(f"s{i}", f"s{i}", "train", prompt(20 + i, 20 + i), 1, "stop") for i in range(12)]
     store = loop.extract(plan, extractor, rows, tmp_path / "store", say=lambda _: None)
@@ -224,6 +227,10 @@ def test_a_canary_passes_the_same_engine_and_names_a_prompt_whose_states_moved(p
     assert len(kept.rows) == canary.ROWS
     error, faults = canary.compare(kept, plan, extractor, tmp_path / "same")
     assert faults == [] and error < HF
+    monkeypatch.setattr(session, "open_engine", lambda *_, **__: extractor)
+    asked = {"target": str(target.path), "extract_backend": plan.backend, "dtype": "float32", "tensor_parallel": 1}
+    kind, faults = check.check(store.folder, str(target.path), parameters=asked)
+    assert kind.startswith("hidden-state store, 10 canary prompts within") and faults == []
     moved = {n: (ids, s * (1.01 if n == "s3" else 1)) for n, (ids, s) in kept.rows.items()}
     error, (fault,) = canary.compare(kept._replace(rows=moved), plan, extractor, tmp_path / "moved")
     assert fault.startswith("canary s3: its states differ by 0.0099 at layer id") and "0.990 times" in fault

@@ -112,7 +112,8 @@ def test_samples_that_raise_stop_the_run_above_the_limit_only(tmp_path, monkeypa
     bad = [f"s{i:04d}" for i in (3, 5, 30, 31)]
     assert len(loop.extract(PLAN, FakeEngine(failing(*bad[:3])), rows(60), tmp_path / "three")) == 57
     with pytest.raises(StageFailed, match=r"4 rows have no usable states [(]s0003: engine failed"):
-        loop.extract(PLAN, FakeEngine(failing(*bad)), rows(60), tmp_path / "four")
+        loop.extract(PLAN, engine := FakeEngine(failing(*bad)), rows(60), tmp_path / "four")
+    assert engine.calls[-1] == ["s0031"], "and no row after it is asked for"
     assert set(rejected(tmp_path / "four")) == set(bad)
     engine = FakeEngine()
     assert len(loop.extract(PLAN, engine, rows(60), tmp_path / "four")) == 60
