@@ -13,10 +13,10 @@ import contextlib
 import fcntl
 import json
 import os
-import queue
 import threading
-import zlib
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +27,12 @@ from safetensors.torch import save_file
 
 from kimi_eagle.durable import file_crc32, signed, sync, verified, write_atomically
 from kimi_eagle.errors import BadInput, StageFailed
+from kimi_eagle.shard import Shard, is_finite, row_crc32
 
 SCHEMA = 1
 NAMES = ("token_ids", "loss_mask", "hidden_states")
+SHARD_BYTES = 64 << 20
+WRITERS = 3  # threads that check sums, write and sync: one alone is slower than the states of a GPU come
 
 
 class Row(NamedTuple):
@@ -106,7 +109,7 @@ class Store:
                 faults += [
                     f"{path.name}: row {e['sample_id']} holds values that are not finite"
                     for e in shard["rows"]
-                    if not torch.isfinite(self.row(e["sample_id"]).hidden_states).all()
+                    if not is_finite(self.row(e["sample_id"]).hidden_states)
                 ]
         return faults
 
@@ -125,12 +128,12 @@ class Store:
 
 
 class StoreWriter:
-    """Adds rows to a store, new or resumed. Shards are written by a thread, so that the engine does not wait for the disk.
+    """Adds rows to a store, new or resumed. Shards are written by WRITERS threads, so that the engine does not wait for the disk.
 
     Resuming under another manifest is refused (BadInput): rows of two targets or layer sets must never mix.
     """
 
-    def __init__(self, folder: str | Path, manifest: dict[str, Any], shard_bytes: int = 256 << 20):
+    def __init__(self, folder: str | Path, manifest: dict[str, Any], shard_bytes: int = SHARD_BYTES):
         self.folder, self.shard_bytes = Path(folder), shard_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.folder / ".lock", "w")
@@ -143,12 +146,12 @@ class StoreWriter:
         self.done = {row["sample_id"] for shard in self._shards for row in shard["rows"]}
         self.rejected: dict[str, str] = {}
         self._next = 1 + max((int(s["shard"][6:11]) for s in self._shards), default=-1)
-        self._rows: list[Row] = []
-        self._bytes = 0
+        self._shard: Shard | None = None
         self._error: BaseException | None = None
-        self._queue: queue.Queue[list[Row] | None] = queue.Queue(maxsize=1)
-        self._thread = threading.Thread(target=self._write_shards, daemon=True)
-        self._thread.start()
+        self._written: dict[int, dict[str, Any]] = {}  # shards whose turn in the index has not come
+        self._indexed, self._indexing = self._next, threading.Lock()
+        self._pool, self._room = ThreadPoolExecutor(WRITERS), threading.Semaphore(WRITERS)
+        self._flushed = time.monotonic()
 
     def add(
         self, sample_id: str, token_ids: torch.Tensor, loss_mask: torch.Tensor, hidden_states: torch.Tensor
@@ -160,13 +163,18 @@ class StoreWriter:
         if reason:
             self.reject(sample_id, reason)
             return False
-        row = Row(sample_id, token_ids.to(torch.int32), loss_mask.to(torch.bool), hidden_states.contiguous())
         self.done.add(sample_id)
-        self._rows.append(row)
-        self._bytes += hidden_states.nbytes
-        if self._bytes >= self.shard_bytes:
+        if self._shard is not None and not self._shard.fits(hidden_states):
             self.flush()
+        if self._shard is None:
+            self._shard = Shard(hidden_states, self.shard_bytes)
+        self._shard.add(sample_id, token_ids, loss_mask, hidden_states)
         return True
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since a shard was last handed to the disk."""
+        return time.monotonic() - self._flushed
 
     def reject(self, sample_id: str, reason: str) -> None:
         """Note a sample that cannot be stored; the run goes on without it."""
@@ -175,20 +183,20 @@ class StoreWriter:
             file.write(json.dumps({"sample_id": sample_id, "reason": reason}) + "\n")
 
     def flush(self) -> None:
-        """Hand the rows at hand to the writing thread as one shard."""
+        """Hand the rows at hand to the writing threads as one shard; waits where all of them are busy."""
         self._raise()
-        if self._rows:
-            self._queue.put(self._rows)
-            self._rows, self._bytes = [], 0
+        self._flushed = time.monotonic()
+        if self._shard is not None:
+            self._room.acquire()
+            self._pool.submit(self._write_shard, self._shard, self._next)
+            self._next, self._shard = self._next + 1, None
 
     def close(self) -> None:
         """Write what is left and wait for the disk."""
         try:
             self.flush()
         finally:
-            if self._thread.is_alive():
-                self._queue.put(None)
-            self._thread.join()
+            self._pool.shutdown()
             self._lock.close()
         self._raise()
 
@@ -202,7 +210,7 @@ class StoreWriter:
         expected = (len(token_ids), len(self.manifest["layer_ids"]), self.manifest["hidden_size"])
         if tuple(hidden_states.shape) != expected or len(loss_mask) != len(token_ids):
             return f"states of shape {tuple(hidden_states.shape)} and {len(loss_mask)} mask entries where {expected} is expected"
-        return "" if torch.isfinite(hidden_states).all() else "states that are not finite"
+        return "" if is_finite(hidden_states) else "states that are not finite"
 
     def _raise(self) -> None:
         if self._error:
@@ -233,33 +241,38 @@ class StoreWriter:
             if path.name not in indexed:
                 path.unlink()
 
-    def _write_shards(self) -> None:
-        while (rows := self._queue.get()) is not None:
-            try:
-                if self._error is None:
-                    self._write_shard(rows)
-            except BaseException as error:
-                self._error = error
+    def _write_shard(self, shard: "Shard", number: int) -> None:
+        try:
+            if self._error is None:
+                entry = self._save(shard, self.folder / f"shard-{number:05d}.safetensors")
+                with self._indexing:
+                    self._written[number] = entry
+                    while (
+                        self._indexed in self._written
+                    ):  # in order, so that the index ends where a failed shard would stand
+                        self._index(self._written.pop(self._indexed))
+                        self._indexed += 1
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._room.release()
 
-    def _write_shard(self, rows: list[Row]) -> None:
-        name = f"shard-{self._next:05d}.safetensors"
-        tensors = {key: torch.cat([getattr(r, key) for r in rows]) for key in NAMES}
-        ends = torch.tensor([0] + [len(r.token_ids) for r in rows]).cumsum(0)
-        partial = self.folder / f"{name}.tmp"
-        save_file({**tensors, "offsets": ends}, partial)
+    def _save(self, shard: "Shard", path: Path) -> dict[str, Any]:
+        """Write a shard's file, synced before it is renamed; its entry for the index."""
+        partial = path.with_name(f"{path.name}.tmp")
+        tensors, rows = shard.content()
+        save_file(tensors, partial)
         sync(partial)
-        entry = {"shard": name, "bytes": partial.stat().st_size, "crc32": file_crc32(partial)}
-        entry["rows"] = [
-            {"sample_id": r.sample_id, "start": int(a), "end": int(b), "crc32": row_crc32(*r[1:])}
-            for r, a, b in zip(rows, ends[:-1], ends[1:], strict=True)
-        ]
-        partial.rename(self.folder / name)
+        entry = {"shard": path.name, "bytes": partial.stat().st_size, "crc32": file_crc32(partial), "rows": rows}
+        partial.rename(path)
         sync(self.folder)
+        return entry
+
+    def _index(self, entry: dict[str, Any]) -> None:
         with open(self.folder / "index.jsonl", "a") as file:
             file.write(json.dumps(signed(entry)) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._next += 1
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -290,11 +303,3 @@ def read_index(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         else:
             faults.append(f"line {number} is torn or changed")
     return shards, faults
-
-
-def row_crc32(token_ids: torch.Tensor, loss_mask: torch.Tensor, hidden_states: torch.Tensor) -> int:
-    """CRC-32 over a row's bytes: it finds every single changed byte."""
-    crc = 0
-    for tensor in (token_ids, loss_mask, hidden_states):
-        crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), crc)
-    return crc

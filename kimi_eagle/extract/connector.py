@@ -7,6 +7,7 @@ those two points only: plain copies where there is no accelerator, and a rename 
 from typing import Any
 
 from kimi_eagle.extract.backends import Facts, Verdict
+from kimi_eagle.extract.states import FileStates
 from kimi_eagle.target import Target
 
 NAME = "connector"
@@ -39,6 +40,12 @@ def probe(target: Target, facts: Facts) -> Verdict:
         return Verdict(
             False, f"vLLM {facts.vllm_text} sets no auxiliary layers on the CPU, or stores them by CUDA streams only"
         )
+    if facts.device == "cpu" and v < (0, 25):
+        return Verdict(
+            False,
+            f"vLLM {facts.vllm_text} cannot sample beside a draft on the CPU: rejection_sampler.py:708 passes "
+            "USE_FP64_GUMBEL, which cpu_triton_utils.py:293 does not take (right from 0.25)",
+        )
     return Verdict(True, f"vLLM {facts.vllm_text} stores all layers itself, the final one included")
 
 
@@ -61,7 +68,7 @@ def engine_options(layer_ids: list[int]) -> dict[str, Any]:
     }
 
 
-def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> dict[Any, str]:
-    """Prefill `requests`; request id -> file of its states in `folder`."""
+def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> FileStates:
+    """Prefill `requests`; their states by request id, in files in `folder`."""
     results = engine.generate(requests, max_tokens=1, states_folder=folder)
-    return {r["id"]: r["hidden_states_path"] for r in results if "hidden_states_path" in r}
+    return FileStates({r["id"]: r["hidden_states_path"] for r in results if "hidden_states_path" in r})

@@ -10,6 +10,8 @@ from typing import Any
 
 from kimi_eagle.errors import StageFailed
 from kimi_eagle.extract.backends import Facts, Verdict
+from kimi_eagle.extract.recorder import Recorder
+from kimi_eagle.extract.states import StepStates
 from kimi_eagle.target import Target
 
 NAME = "hooks"
@@ -35,27 +37,24 @@ def engine_options(layer_ids: list[int]) -> dict[str, Any]:
     return {"worker_extension_cls": "kimi_eagle.extract.hooks.HooksExtension", "enforce_eager": True}
 
 
-def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> dict[Any, str]:
-    """Prefill `requests`; request id -> file of its states in `folder`."""
+def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> StepStates:
+    """Prefill `requests`; their states by request id, in a file in `folder`. A request without them is not in there."""
     engine.rpc("kimi_eagle_install", list(layer_ids), folder)
     try:
         engine.generate(requests, max_tokens=1)
         written = next(found for found in engine.rpc("kimi_eagle_take") if found is not None)
     finally:
         engine.rpc("kimi_eagle_uninstall")
-    paths = {}
-    for request in requests:
-        name = str(request["id"])
+    names = {str(request["id"]): request["id"] for request in requests}
+    pieces, token_ids = written.pop("pieces"), written.pop("token_ids")
+    given = {}
+    for rid in pieces:
         # vLLM's internal id is the given one, with a random suffix in newer versions.
-        found = [
-            p
-            for rid, p in written.items()
-            if rid == name or (rid.rsplit("-", 1)[0] == name and len(rid) == len(name) + 9)
-        ]
-        if len(found) != 1:
-            raise StageFailed(f"hooks: {len(found)} state files for request {name}; none or two rows fit it.")
-        paths[request["id"]] = found[0]
-    return paths
+        name = rid if rid in names else rid.rsplit("-", 1)[0]
+        if name in names and len(rid) in (len(name), len(name) + 9):
+            given[names[name]] = rid
+    by_name = ({name: found[rid] for name, rid in given.items()} for found in (pieces, token_ids))
+    return StepStates(**written, **dict(zip(("pieces", "token_ids"), by_name, strict=True)))
 
 
 class HooksExtension:
@@ -65,7 +64,9 @@ class HooksExtension:
         """Hook the layers; states of finished prompts go to `folder`. Returns this process's id."""
         runner = self.model_runner
         base = inner_model(runner.get_model() if hasattr(runner, "get_model") else runner.model)
-        self._ke = _Capture(base, layer_ids, folder, writes=getattr(self, "rank", 0) == 0)
+        if getattr(self, "rank", 0):
+            return os.getpid()  # every rank has all states, one writes them
+        self._ke = _Capture(base, layer_ids, folder)
         self._ke_execute = runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,9 +76,9 @@ class HooksExtension:
         runner.execute_model = execute_model
         return os.getpid()
 
-    def kimi_eagle_take(self) -> dict[str, str] | None:
-        """Internal request id -> file, of the prompts finished since the last call; None on ranks that do not write."""
-        return self._ke.take()
+    def kimi_eagle_take(self) -> dict[str, Any] | None:
+        """What the steps since `kimi_eagle_install` gave, as `states.StepStates` takes it; None on ranks that do not write."""
+        return self._ke.take() if getattr(self, "_ke", None) else None
 
     def kimi_eagle_uninstall(self) -> None:
         """Leave the engine as it was."""
@@ -100,15 +101,13 @@ def inner_model(model: Any) -> Any:
 
 
 class _Capture:
-    """Collects rows per request over steps, and writes each request's file when its prompt is complete."""
+    """Hooks that hand each step's rows to a recorder; only the rank that writes has any."""
 
-    def __init__(self, base: Any, layer_ids: list[int], folder: str, writes: bool):
-        self.layer_ids, self.folder, self.writes = layer_ids, folder, writes
-        self.prompts: dict[str, list[int]] = {}
-        self.rows: dict[str, dict[int, list]] = {}
-        self.files: dict[str, str] = {}
+    def __init__(self, base: Any, layer_ids: list[int], folder: str):
+        self.prompts: dict[str, Any] = {}
         self.scheduled: dict[str, tuple[int, int]] = {}
-        self.spans: list[tuple[str, int, int, int]] | None = None
+        self.token_ids: dict[str, list] = {}
+        self.recorder = Recorder(folder, len(layer_ids), self._place)
         self.ids = None
         layers = base.layers
         count = len(layers)
@@ -117,118 +116,132 @@ class _Capture:
         self.handles.append(
             layers[getattr(base, "start_layer", 0)].register_forward_pre_hook(self._see_positions, with_kwargs=True)
         )
-        for k in layer_ids:
+        for slot, k in enumerate(layer_ids):
             if k < count:
-                self.handles.append(layers[k].register_forward_pre_hook(self._entering(k), with_kwargs=True))
-        # Always, also where the final state is not asked for: it is the last layer that ends a request's rows.
-        self.handles.append(layers[count - 1].register_forward_hook(self._leaving(count)))
+                self.handles.append(layers[k].register_forward_pre_hook(self._entering(slot), with_kwargs=True))
+        # Always, also where the final state is not asked for: the last layer ends a step.
+        last = [slot for slot, k in enumerate(layer_ids) if k == count]
+        self.handles.append(layers[count - 1].register_forward_hook(self._leaving(last)))
 
     def begin(self, scheduler_output: Any) -> None:
         """Note what the scheduler sent: request -> (first position, tokens) of this step."""
+        import numpy as np
+
         starts = {}
         for new in scheduler_output.scheduled_new_reqs:
-            self.prompts[new.req_id] = list(new.prompt_token_ids)
+            self.prompts[new.req_id] = np.asarray(new.prompt_token_ids)
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduler_output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         self.scheduled = {rid: (starts[rid], n) for rid, n in scheduler_output.num_scheduled_tokens.items()}
-        self.spans = None
+        self.ids = None
 
     def _see_ids(self, module: Any, args: tuple) -> None:
-        self.ids = args[0].tolist()
+        self.ids = args[0]
 
     def _see_positions(self, module: Any, args: tuple, kwargs: dict) -> None:
-        self.spans = None
         if not self.scheduled or self.ids is None:
             return
         tensors = [a for a in (*args, *kwargs.values()) if hasattr(a, "is_floating_point")]
         positions = next(a for a in tensors if not a.is_floating_point())
-        positions = (positions if positions.dim() == 1 else positions[0]).tolist()
-        self.spans = attribute(self.ids, positions, self.scheduled, self.prompts)
+        self.recorder.begin(sum(count for _, count in self.scheduled.values()), self.scheduled)
+        self.recorder.tell(self.ids, positions if positions.dim() == 1 else positions[0])
 
-    def _entering(self, k: int) -> Any:
+    def _entering(self, slot: int) -> Any:
         def hook(module: Any, args: tuple, kwargs: dict) -> None:
-            self._store(
-                k, [a for a in (*args, *kwargs.values()) if hasattr(a, "is_floating_point") and a.is_floating_point()]
-            )
+            if self.recorder.active:
+                given = (a for a in (*args, *kwargs.values()) if hasattr(a, "is_floating_point"))
+                self.recorder.keep(slot, [a for a in given if a.is_floating_point()])
 
         return hook
 
-    def _leaving(self, k: int) -> Any:
+    def _leaving(self, slots: list[int]) -> Any:
         def hook(module: Any, args: tuple, output: Any) -> None:
-            if k in self.layer_ids:
-                self._store(k, list(output) if isinstance(output, tuple) else [output])
-            self._finish()
+            if self.recorder.active:
+                for slot in slots:
+                    self.recorder.keep(slot, list(output) if isinstance(output, tuple) else [output])
+                self.recorder.end()
+                self.scheduled = {}
 
         return hook
 
-    def _store(self, k: int, streams: list) -> None:
-        if not self.spans or not self.writes:
-            return
-        # hidden_states + residual is the residual stream; fused norms write in place, so the sum (a new tensor) is kept.
-        state = streams[0] + streams[1] if len(streams) > 1 and streams[1] is not None else streams[0].clone()
-        state = state.cpu()
-        for rid, offset, start, count in self.spans:
-            self.rows.setdefault(rid, {}).setdefault(k, []).append((start, state[offset : offset + count]))
+    def _place(self, ids: Any, positions: Any, scheduled: dict[str, tuple[int, int]]) -> list:
+        spans = attribute(ids, positions, scheduled, self.prompts)
+        for rid, row, start, count in spans:
+            self.token_ids.setdefault(rid, []).append((start, ids[row : row + count].astype("int32")))
+        return spans
 
-    def _finish(self) -> None:
-        import torch
-        from safetensors.torch import save_file
+    def take(self) -> dict[str, Any]:
+        """What `states.StepStates` needs, of the prompts whose every token was seen."""
+        import numpy as np
 
-        for rid, _, start, count in self.spans or []:
-            prompt = self.prompts[rid]
-            if start + count == len(prompt) and self.writes:
-                parts = self.rows.pop(rid)
-                states = [torch.cat([x for _, x in sorted(parts[k], key=lambda p: p[0])]) for k in self.layer_ids]
-                path = os.path.join(self.folder, f"{rid}.safetensors")
-                os.makedirs(self.folder, exist_ok=True)
-                save_file(
-                    {"hidden_states": torch.stack(states, 1), "token_ids": torch.tensor(prompt)}, path + ".partial"
-                )
-                os.replace(path + ".partial", path)
-                self.files[rid] = path
-
-    def take(self) -> dict[str, str] | None:
-        """Files finished since the last call."""
-        files, self.files = self.files, {}
-        self.prompts.clear()
-        return files if self.writes else None
+        recorder, pieces = self.recorder, {}
+        for first, rows, spans in recorder.finish():
+            for rid, row, start, count in spans:
+                pieces.setdefault(rid, []).append((first, rows, row, start, count))
+        whole = {r: p for r, p in pieces.items() if sum(x[4] for x in p) == len(self.prompts[r])}
+        ids = {r: np.concatenate([x for _, x in sorted(self.token_ids[r], key=lambda p: p[0])]) for r in whole}
+        return {
+            "path": recorder.path, "dtype": recorder.dtype, "slots": recorder.slots, "width": recorder.width,
+            "pieces": whole, "token_ids": ids,
+        }  # fmt: skip
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self.handles:
             handle.remove()
+        self.recorder.abandon()
 
 
 def attribute(
-    ids: list[int], positions: list[int], scheduled: dict[str, tuple[int, int]], prompts: dict[str, list[int]]
+    ids: Any, positions: Any, scheduled: dict[str, tuple[int, int]], prompts: dict[str, Any]
 ) -> list[tuple[str, int, int, int]]:
     """(request, row offset, first position, rows) for the prompt rows of one step.
 
     `ids` and `positions` are the step's flat rows (padding may follow), `scheduled` maps a request to (first position, rows).
-    Raises StageFailed where rows fit no scheduled request, or two whose earlier tokens differ.
+    A prompt's beginning may be any rows with its tokens and positions: causal states depend on nothing else. Rows that continue
+    a prompt must be the only ones with their tokens and positions, unless all requests that could own them have the same past.
+    Raises StageFailed where that does not hold, or where a request has no rows.
     """
-    spans, offset, left = [], 0, dict(scheduled)
-    total = sum(count for _, count in scheduled.values())
-    while offset < total:
-        fits = []
-        for rid, (start, count) in left.items():
-            prompt = prompts.get(rid, [])
-            end = min(start + count, len(prompt))  # rows past the prompt are decoded tokens: known by position alone
-            inside = max(0, end - start)
-            if positions[offset : offset + count] == list(range(start, start + count)) and (
-                ids[offset : offset + inside] == prompt[start:end]
-            ):
-                fits.append((rid, start, count, inside))
-        if not fits:
-            raise StageFailed(f"hooks: the rows from {offset} of a step fit no scheduled request.")
-        if any(prompts.get(f[0], [])[: f[1]] != prompts.get(fits[0][0], [])[: fits[0][1]] for f in fits if f[3]):
+    import numpy as np
+
+    ids, positions = np.asarray(ids), np.asarray(positions)
+    spans, offset, taken = [], 0, set()
+    for rid, (start, count) in scheduled.items():
+        prompt = np.asarray(prompts.get(rid, ()), dtype=ids.dtype)
+        end = min(start + count, len(prompt))  # rows past the prompt are decoded tokens: known by position alone
+        expected, offset = offset, offset + count
+        if end <= start:
+            continue
+        if not start and _fits(ids, positions, expected, prompt[:end], 0):
+            found = [expected]
+        else:
+            found = [
+                int(r) for r in np.flatnonzero(positions == start) if _fits(ids, positions, r, prompt[start:end], start)
+            ]
+        if not found:
+            raise StageFailed(f"hooks: the rows of a step fit no scheduled request {rid} from position {start}.")
+        if start and len(found) > 1 and not _one_past(rid, start, end, scheduled, prompts):
             raise StageFailed(
-                f"hooks: the rows from {offset} fit several requests with different pasts; raise max_batched_tokens."
+                f"hooks: rows from position {start} fit several requests with different pasts; raise max_batched_tokens."
             )
-        rid, start, count, inside = fits[0]
-        if inside:
-            spans.append((rid, offset, start, inside))
-        del left[rid]
-        offset += count
+        row = next((r for r in found if r not in taken), found[0])
+        taken.add(row)
+        spans.append((rid, row, start, end - start))
     return spans
+
+
+def _fits(ids: Any, positions: Any, row: int, tokens: Any, start: int) -> bool:
+    """Whether `tokens` at positions from `start` are the rows from `row`."""
+    end = row + len(tokens)
+    if end > len(ids) or positions[row] != start or positions[end - 1] != start + len(tokens) - 1:
+        return False
+    return bool((ids[row:end] == tokens).all() and (positions[row + 1 : end] > positions[row : end - 1]).all())
+
+
+def _one_past(rid: str, start: int, end: int, scheduled: dict[str, tuple[int, int]], prompts: dict[str, Any]) -> bool:
+    """Whether all requests of a step with this one's tokens from `start` to `end` have its tokens before them, too."""
+    own = list(prompts[rid][:end])
+    rivals = (r for r, (s, n) in scheduled.items() if s <= start and s + n >= end and r != rid)
+    same = (r for r in rivals if list(prompts.get(r, ())[start:end]) in (own[start:], []))
+    return all(list(prompts.get(r, ())[:end]) == own for r in same)

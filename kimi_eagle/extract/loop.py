@@ -3,28 +3,32 @@
 import hashlib
 import itertools
 import json
+import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from kimi_eagle.chat import Answer
 from kimi_eagle.durable import write_atomically
 from kimi_eagle.errors import CallFailed, StageFailed
 from kimi_eagle.extract import backends, budget
-from kimi_eagle.extract.engine import Engine, log_tail
+from kimi_eagle.extract.engine import Engine
+from kimi_eagle.extract.singly import Singly, must_answer
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.target import Target
 
-GROUP_TOKENS = 32768  # tokens handed to the engine at once: enough to fill its batches, little to redo after a kill
-FIRST_ROWS = 20  # handed over first: the time left is told from them, and what fails, fails early
+# Rows handed to the engine at once: a group is to take about GROUP_SECONDS (its end leaves the engine's last steps half empty),
+# and its states wait in memory for the store, so GROUP_BYTES bounds it.
+GROUP_SECONDS = 20.0
+GROUP_BYTES = 1 << 30
+FIRST_GROUP_TOKENS, FIRST_ROWS = 16384, 20  # the time left is told from the first group, and what fails, fails early
+SAVE_SECONDS = 60.0  # a store's open shard is written at least this often: what a kill may cost
 REJECT_LIMIT = 0.02  # share of rows without usable states above which the run stops
 SPEED = "speed.json"  # beside the shards: how fast the last extraction into the store was
 SPEED_UNITS = {"tokens_per_second": "tokens/s", "mb_per_second": "MB/s"}
@@ -80,7 +84,7 @@ def extract(plan: Plan, engine: Engine, rows: list[Answer], folder: Path, say: C
 
     The engine works on one group of rows while the states of the one before are read and stored. A row that the engine cannot
     take, or without usable states, is named in rejected.jsonl and skipped; above REJECT_LIMIT, or where the engine ends, the
-    run stops with StageFailed. `say` is told the speed and the time left after FIRST_ROWS rows, and at the end.
+    run stops with StageFailed. `say` is told the speed and the time left after the first group, and the speed at the end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with StoreWriter(folder, plan.manifest(engine)) as writer:
@@ -90,22 +94,23 @@ def extract(plan: Plan, engine: Engine, rows: list[Answer], folder: Path, say: C
         )
         if excess := budget.cache_excess(plan, engine):
             say(excess)
-        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder))
+        allowed, pace = max(1, REJECT_LIMIT * len(rows)), _Pace(plan, missing)
+        staging = _staging(folder)
+        groups = _Groups(missing, plan)
         reader = ThreadPoolExecutor(1)
         pending: Future | None = None
-        pace = _Pace(plan, missing)
         try:
-            for done, group in _groups(missing):
-                paths = _run(plan, engine, group, staging, writer, len(rows))
+            for done, group in groups:
+                begun = time.monotonic()
+                states = _run(plan, engine, group, staging, allowed)
+                groups.took(time.monotonic() - begun)
                 if pending:
                     pending.result()
-                pending = reader.submit(_store, writer, group, paths)
-                _stop_above_limit(writer, len(rows))
-                if done == FIRST_ROWS < len(missing):
+                pending = reader.submit(_store, writer, group, states, allowed)
+                if done == len(group) < len(missing):
                     say(pace.line(done))
             if pending:
                 pending.result()
-                _stop_above_limit(writer, len(rows))
                 say(pace.line(len(missing)))
                 write_atomically(folder / SPEED, json.dumps(pace.figures(len(missing))).encode())
         finally:
@@ -126,9 +131,8 @@ def figures(
         tree["states"][split] = {
             "rows": len(store), "tokens": store.tokens, "bytes": size, "answer_tokens": sum(len(a.answer_ids) for a in kept),
         }  # fmt: skip
-        tree["states"][split] |= (
-            json.loads((store.folder / SPEED).read_text()) if (store.folder / SPEED).is_file() else {}
-        )
+        speed = store.folder / SPEED
+        tree["states"][split] |= json.loads(speed.read_text()) if speed.is_file() else {}
         units["states"][split] = {"rows": "rows", "tokens": "tokens", "bytes": "bytes", "answer_tokens": "tokens"} | {
             name: unit for name, unit in SPEED_UNITS.items() if name in tree["states"][split]
         }
@@ -144,6 +148,22 @@ def figures(
         tree["verification"]["hugging_face"] = list(found["hugging_face"]["relative_l2"].values())
         units["verification"]["hugging_face"] = "relative L2 per layer id"
     return tree, units
+
+
+def _staging(folder: Path) -> Path:
+    """An empty folder for states on their way: in memory where there is room, so that they reach the disk once.
+
+    Its name follows from the store's, so that what a killed run left there goes first (the writer's lock is held).
+    """
+    name = f"kimi-eagle-{os.getuid()}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
+    places = [Path("/dev/shm") / name, folder / ".staging"]
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 * GROUP_BYTES
+    staging = places[0] if roomy else places[1]
+    staging.mkdir(mode=0o700)
+    return staging
 
 
 class _Pace:
@@ -167,66 +187,63 @@ class _Pace:
         return f"states: {done:,} of {len(self.ends):,} rows, {speed:,.0f} tokens/s, {size:,.2f} MB/s{rest}"
 
 
-def _run(
-    plan: Plan, engine: Engine, group: list[Answer], staging: Path, writer: StoreWriter, total: int
-) -> dict[str, str]:
-    """Files of the group's states by sample id. After an error of the engine row by row: one that fails alone is rejected."""
+def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Path, allowed: float) -> Any:
     requests = [{"id": r.sample_id, "prompt_token_ids": r.token_ids} for r in group]
-    run = backends.backend(plan.backend).run
+
+    def run(some: list[dict[str, Any]]) -> Any:
+        return backends.backend(plan.backend).run(engine, some, plan.layer_ids, str(staging))
+
     try:
-        return run(engine, requests, plan.layer_ids, str(staging))
+        return run(requests)
     except CallFailed as error:
-        _must_answer(engine, error)
-    files: dict[str, str] = {}
-    for request in requests:
+        must_answer(engine, error)
+        return Singly(run, engine, requests, allowed)
+
+
+def _store(writer: StoreWriter, group: list[Answer], states: Any, allowed: float) -> None:
+    for row in group:
         try:
-            files |= run(engine, [request], plan.layer_ids, str(staging))
-        except CallFailed as error:
-            _must_answer(engine, error)
-            writer.reject(request["id"], str(error))
-            _stop_above_limit(writer, total)
-    return files
+            token_ids, found = states.row(row.sample_id)
+        except (OSError, KeyError, CallFailed) as error:
+            writer.reject(row.sample_id, f"no states came out of the engine ({error})")
+            _stop_above(allowed, writer)
+            continue
+        if token_ids.tolist() != row.token_ids:
+            writer.reject(row.sample_id, f"states of {len(token_ids)} other tokens than the row's {len(row.token_ids)}")
+        else:
+            writer.add(row.sample_id, token_ids, torch.tensor(row.loss_mask), found)
+    _stop_above(allowed, writer)
+    states.remove()
+    if writer.idle_seconds > SAVE_SECONDS:
+        writer.flush()
 
 
-def _must_answer(engine: Engine, error: CallFailed) -> None:
-    """StageFailed where not the row is at fault but the workers, which answer nothing any more."""
-    try:
-        engine.rpc("kimi_eagle_patches")
-    except StageFailed:
-        raise StageFailed(f"{error}; its workers answer no more. Its last lines:\n{log_tail(engine.folder)}") from None
+class _Groups:
+    """(rows done after it, group) by turns; their size follows from how long the last one took."""
+
+    def __init__(self, rows: list[Answer], plan: Plan):
+        self.rows = rows
+        self.most = GROUP_BYTES // budget.bytes_per_token(len(plan.layer_ids), plan.target.hidden_size, plan.dtype)
+        self.tokens = min(FIRST_GROUP_TOKENS, self.most)
+
+    def took(self, seconds: float) -> None:
+        """The group before took so long."""
+        self.tokens = max(1, min(self.most, int(self.tokens * min(4.0, GROUP_SECONDS / max(seconds, 1e-3)))))
+
+    def __iter__(self) -> Iterator[tuple[int, list[Answer]]]:
+        begin = 0
+        while begin < len(self.rows):
+            end, tokens = begin, 0
+            while end < len(self.rows) and (end == begin or tokens + len(self.rows[end].token_ids) <= self.tokens):
+                if end == FIRST_ROWS and begin == 0:
+                    break
+                tokens += len(self.rows[end].token_ids)
+                end += 1
+            yield end, self.rows[begin:end]
+            begin = end
 
 
-def _stop_above_limit(writer: StoreWriter, total: int) -> None:
-    if len(writer.rejected) > max(1, REJECT_LIMIT * total):
+def _stop_above(allowed: float, writer: StoreWriter) -> None:
+    if len(writer.rejected) > allowed:
         name, reason = next(iter(writer.rejected.items()))
         raise StageFailed(f"extraction: {len(writer.rejected)} rows have no usable states ({name}: {reason}).")
-
-
-def _store(writer: StoreWriter, group: list[Answer], paths: dict[str, str]) -> None:
-    for row in group:
-        if row.sample_id in writer.rejected:
-            continue
-        try:
-            found = load_file(paths[row.sample_id])
-        except (OSError, KeyError) as error:
-            writer.reject(row.sample_id, f"no states came out of the engine ({error})")
-            continue
-        if found["token_ids"].tolist() != row.token_ids:
-            writer.reject(
-                row.sample_id, f"states of {len(found['token_ids'])} other tokens than the row's {len(row.token_ids)}"
-            )
-        else:
-            writer.add(row.sample_id, found["token_ids"], torch.tensor(row.loss_mask), found["hidden_states"])
-        Path(paths[row.sample_id]).unlink()
-
-
-def _groups(rows: list[Answer]) -> Any:
-    """(rows done after it, group) with about GROUP_TOKENS tokens each."""
-    group: list[Answer] = []
-    tokens = 0
-    for index, row in enumerate(rows):
-        group.append(row)
-        tokens += len(row.token_ids)
-        if tokens >= GROUP_TOKENS or index + 1 in (FIRST_ROWS, len(rows)):
-            yield index + 1, group
-            group, tokens = [], 0

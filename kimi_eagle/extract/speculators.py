@@ -12,6 +12,7 @@ from typing import Any
 
 from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.extract.backends import Facts, Verdict
+from kimi_eagle.extract.states import FileStates
 from kimi_eagle.layer_ids import from_vllm
 from kimi_eagle.target import Target
 
@@ -50,10 +51,10 @@ def engine_options(layer_ids: list[int]) -> dict[str, Any]:
     return {ENGINE_KEY: NAME}
 
 
-def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> dict[Any, str]:
-    """Prefill `requests` ({id, prompt_token_ids}); request id -> file of its states in `folder`."""
+def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], folder: str) -> FileStates:
+    """Prefill `requests` ({id, prompt_token_ids}); their states by request id, in files in `folder`."""
     paths = engine.call("extract", requests=requests, layer_ids=list(layer_ids), folder=folder)
-    return {request["id"]: path for request, path in zip(requests, paths, strict=True)}
+    return FileStates({request["id"]: path for request, path in zip(requests, paths, strict=True)})
 
 
 class GeneratorHost:

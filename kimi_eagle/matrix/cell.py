@@ -36,8 +36,8 @@ def run(work: Path, name: str, environment: dict[str, str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         requests = [{"id": str(i), "prompt_token_ids": p} for i, p in enumerate(task["prompts"])]
         with _engine(target, module, task["layer_ids"], environment) as engine:
-            paths = module.run(engine, requests, task["layer_ids"], folder)
-            error = _worst(paths, task["prompts"], work / "reference.safetensors")
+            states = module.run(engine, requests, task["layer_ids"], folder)
+            error = _worst(states, task["prompts"], work / "reference.safetensors")
     seconds = round(time.perf_counter() - begun, 1)
     good = error < BAR
     sentence = f"{verdict.reason}{note}" if good else f"states differ from Hugging Face by {error:.2g}{note}"
@@ -80,16 +80,16 @@ class _engine:
         return getattr(self.host, method)(lambda done, total: None, **arguments)
 
 
-def _worst(paths: dict, prompts: list[list[int]], reference: Path) -> float:
+def _worst(found, prompts: list[list[int]], reference: Path) -> float:
     """Worst relative L2 error over tokens and layers; infinity where rows, tokens or shapes are not those asked for."""
     import torch
     from safetensors.torch import load_file
 
     expected, worst = load_file(reference), 0.0
     for index, prompt in enumerate(prompts):
-        found = load_file(paths[str(index)])
-        right, states = expected[str(index)], found["hidden_states"].float()
-        if found["token_ids"].tolist() != prompt or states.shape != right.shape or not torch.isfinite(states).all():
+        token_ids, states = found.row(str(index))
+        right, states = expected[str(index)], states.float()
+        if token_ids.tolist() != prompt or states.shape != right.shape or not torch.isfinite(states).all():
             return float("inf")
         worst = max(worst, ((states - right).norm(dim=-1) / right.norm(dim=-1)).max().item())
     return worst

@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from kimi_eagle import compat, tiny_kimi
 from kimi_eagle import target as targets
@@ -100,10 +99,10 @@ def test_an_engine_of_this_back_end_is_a_child_process_like_any_other(host, chec
     try:
         assert running.call("describe")["speculators"] == "0.3.0"
         requests = [{"id": f"r{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
-        paths = speculators.run(running, requests, ids, str(tmp_path))
+        states = speculators.run(running, requests, ids, str(tmp_path))
         for index, (prompt, alone) in enumerate(zip(prompts, host.states(prompts, ids), strict=True)):
-            found = load_file(paths[f"r{index}"])
-            assert found["token_ids"].tolist() == prompt
-            assert error(found["hidden_states"], alone) < 1e-4
+            token_ids, found = states.row(f"r{index}")
+            assert token_ids.tolist() == prompt
+            assert error(found, alone) < 1e-4
     finally:
         running.down()
