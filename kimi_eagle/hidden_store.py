@@ -105,8 +105,7 @@ class Store:
             elif path.stat().st_size != shard["bytes"] or file_crc32(path) != shard["crc32"]:
                 faults += [f"{path.name}: changed or cut since it was written", *self._damaged_rows(shard)]
             else:
-                faults += self._damaged_rows(shard)
-                faults += [
+                faults += self._damaged_rows(shard) + [
                     f"{path.name}: row {e['sample_id']} holds values that are not finite"
                     for e in shard["rows"]
                     if not is_finite(self.row(e["sample_id"]).hidden_states)

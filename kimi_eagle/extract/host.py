@@ -145,7 +145,12 @@ class Host:
         core = getattr(getattr(self.core, "engine_core", None), "engine_core", None)
         planned = getattr(getattr(core, "scheduler", None), "kv_cache_config", None)
         tokens = getattr(self.core.vllm_config.cache_config, "kv_cache_size_tokens", None)
-        return {"bytes": sum(t.size for t in planned.kv_cache_tensors), "tokens": tokens} if planned and tokens else {}
+        if not planned or not tokens:
+            return {}
+        sizes = [tensor.size for tensor in planned.kv_cache_tensors]
+        # Newer releases place every layer in one allocation, whose whole size each entry repeats.
+        whole = max(sizes) if hasattr(planned.kv_cache_tensors[0], "offset") else sum(sizes)
+        return {"bytes": whole, "tokens": tokens}
 
     def describe(self, report: Callable[[int, int], None]) -> dict[str, Any]:
         """What was loaded: versions, platform, model class, runner, attention back end where vLLM names one."""
