@@ -1,20 +1,24 @@
 """`kimi-eagle check PATH`: see what PATH is, and hold it against what its readers expect."""
 
 import json
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from kimi_eagle.errors import BadInput
 
 
-def check(path: Path, target: str = "", reader: str = "vllm") -> tuple[str, list[str]]:
+def check(
+    path: Path, target: str = "", reader: str = "vllm", parameters: dict[str, Any] | None = None
+) -> tuple[str, list[str]]:
     """(what `path` is, its faults as sentences). A store has manifest.json, a run result.json, a head config.json.
 
-    target: name of the target to hold a head against, "" for none; reader: "vllm", "sglang" or "speculators", of a head.
+    target: name of the target to hold a store or a head against, "" for none; reader: "vllm", "sglang" or "speculators", of a
+    head; parameters: of a run, whose engine is to give a store's canary prompts the same states again.
     """
     if (path / "manifest.json").is_file() or any(path.glob("part-*/manifest.json")):
-        from kimi_eagle.hidden_store import Store
-
-        return "hidden-state store", Store(path).check()
+        return _check_store(path, target, parameters)
     if (path / "result.json").is_file():
         return "run", _run_faults(path)
     if (path / "config.json").is_file():
@@ -29,6 +33,28 @@ def check(path: Path, target: str = "", reader: str = "vllm") -> tuple[str, list
     raise BadInput(
         f"{path.name}: neither a hidden-state store, nor a head, nor a run (no manifest.json, config.json or result.json in it)."
     )
+
+
+def _check_store(path: Path, target: str, parameters: dict[str, Any] | None) -> tuple[str, list[str]]:
+    from kimi_eagle.extract import canary, loop, session
+    from kimi_eagle.hidden_store import Store
+    from kimi_eagle.target import describe
+
+    store = Store(path)
+    faults = store.check()
+    if target:
+        faults += canary.target_faults(store.manifest, describe(target))
+    if not parameters:
+        return "hidden-state store", faults
+    kept, cfg = canary.read(path), SimpleNamespace(**parameters)
+    plan = loop.plan(
+        describe(cfg.target), store.layer_ids[:-1], backend=cfg.extract_backend, dtype=cfg.dtype,
+        tensor_parallel=cfg.tensor_parallel,
+    )  # fmt: skip
+    engine = session.open_engine(cfg, plan.target, "extract", **plan.engine_options)
+    with tempfile.TemporaryDirectory() as folder:
+        worst, differ = canary.compare(kept, plan, engine, Path(folder))
+    return f"hidden-state store, {len(kept.rows)} canary prompts within {worst:.1e}", [*faults, *differ]
 
 
 def sound(kind: str, path: Path, target: str = "", reader: str = "vllm") -> str:

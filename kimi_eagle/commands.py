@@ -14,11 +14,12 @@ Reader = Annotated[str, typer.Option("--for", help="who is to load a head: vllm,
 @app.command()
 def check(
     path: Annotated[Path, typer.Argument(help="a hidden-state store, a head, or a run")],
-    target_name: Annotated[str, typer.Option("--target", help="also hold a head against this target")] = "",
+    target_name: Annotated[str, typer.Option("--target", help="also hold a store or a head against this target")] = "",
     reader: Reader = "vllm",
     repair: Annotated[
         bool, typer.Option(help="first take what is damaged out of a store; extraction then redoes exactly those rows")
     ] = False,
+    canary: Annotated[Path | None, typer.Option(help="parameter file: hold a store's canary to its engine")] = None,
 ) -> None:
     """Hold a store, a head or a run against what its readers expect; one sentence per fault, exit code 1 if any."""
     from kimi_eagle import check as module
@@ -27,7 +28,7 @@ def check(
         from kimi_eagle.hidden_store import repair as repair_store
 
         print(*repair_store(path), sep="\n")
-    kind, faults = module.check(path, target_name, reader)
+    kind, faults = module.check(path, target_name, reader, values_of(canary) if canary else None)
     print("\n".join(faults) if faults else module.sound(kind, path, target_name, reader))
     if faults:
         raise typer.Exit(1)

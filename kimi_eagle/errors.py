@@ -11,6 +11,10 @@ class StageFailed(KimiEagleError):
     """A stage ran and failed; what was done before it is kept (exit code 1)."""
 
 
+class CallFailed(StageFailed):
+    """An engine answered a call with an error, and is still there."""
+
+
 class BadInput(KimiEagleError):
     """A parameter, path or artifact is wrong; the sentence says which, where, and what to do (exit code 2)."""
 

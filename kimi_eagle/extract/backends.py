@@ -1,6 +1,7 @@
 """Which back end can be right for a target on this vLLM: the facts that decide, the verdict, the choice."""
 
 import importlib
+import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +24,7 @@ class Facts:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     speculators: str = ""
+    runner_v2: bool = False  # forced by VLLM_USE_V2_MODEL_RUNNER
 
     @property
     def vllm_text(self) -> str:
@@ -49,8 +51,10 @@ def installed_facts(*, dtype: str, tensor_parallel: int = 1) -> Facts:
         )
     numbers = tuple(int(p) for p in found.split("+")[0].split(".")[:3] if p.isdigit())
     return Facts(
-        numbers, "cpu" if on_cpu() else "cuda", dtype, tensor_parallel, speculators=_version("speculators") or ""
-    )
+        numbers, "cpu" if on_cpu() else "cuda", dtype, tensor_parallel,
+        speculators=_version("speculators") or "",
+        runner_v2=os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "") not in ("", "0"),
+    )  # fmt: skip
 
 
 def backend(name: str) -> ModuleType:

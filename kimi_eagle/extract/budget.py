@@ -21,6 +21,38 @@ def bytes_per_token(states: int, hidden_size: int, dtype: str) -> int:
     return states * hidden_size * BYTES[dtype] + 5
 
 
+def cache_bytes_per_token(text_config: dict[str, Any], states: int, dtype: str) -> int:
+    """Bytes of a token in the cache of an engine with the connector, on one rank: keys and values of all layers, and the states.
+
+    Kimi-K2.5 in bfloat16: 61 layers x (512 + 64) x 2 = 70,272, and 57,344 of states.
+    """
+    if text_config.get("kv_lora_rank"):
+        width = text_config["kv_lora_rank"] + text_config["qk_rope_head_dim"]
+    else:
+        heads = text_config["num_attention_heads"]
+        size = text_config.get("head_dim") or text_config["hidden_size"] // heads
+        width = 2 * size * (text_config.get("num_key_value_heads") or heads)
+    return (text_config["num_hidden_layers"] * width + states * text_config["hidden_size"]) * BYTES[dtype]
+
+
+def cache_excess(plan: Any, engine: Any) -> str:
+    """A sentence where the cache of an engine with the connector takes over twice what it must per token; '' where it does not.
+
+    Some releases pack the states into pages of another shape, up to 24 times their size: few requests then fit at once.
+    """
+    planned = engine.call("cache") if plan.backend == "connector" else {}
+    if not planned:
+        return ""
+    needed = cache_bytes_per_token(plan.target.text_config, len(plan.layer_ids), plan.dtype)
+    taken = planned["bytes"] / planned["tokens"]
+    if taken <= 2 * needed:
+        return ""
+    return (
+        f"warning: this vLLM's cache takes {taken:,.0f} bytes a token where states and keys are {needed:,}; few requests fit at "
+        "once. Use extract_backend hooks where that is too slow."
+    )
+
+
 def check_space(folder: Path, tokens: int, states: int, hidden_size: int, dtype: str) -> int:
     """Bytes that `tokens` more tokens will take in `folder`; BadInput where its disk has less."""
     needed = int(tokens * bytes_per_token(states, hidden_size, dtype) * SPARE)

@@ -94,7 +94,10 @@ def engine_config(
                 "max_num_batched_tokens": max(max_batched_tokens, max_model_len),
             }
         if target.is_mla:
-            arguments |= cpu_mla_arguments()
+            # vLLM takes chunked prefill from MLA on a CPU after it has set the tokens of a step with a connector: a prompt
+            # longer than those would wait for ever, in an engine that spins.
+            longest = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
+            arguments |= cpu_mla_arguments() | {"max_num_batched_tokens": longest}
     else:
         arguments["gpu_memory_utilization"] = gpu_memory
     if Path(target.path).is_dir():

@@ -22,6 +22,12 @@ def probe(target: Target, facts: Facts) -> Verdict:
         return Verdict(
             False, f"vLLM {facts.vllm_text} never stores the final layer's state, and rejects DeepSeek and Kimi targets"
         )
+    if facts.runner_v2 and v < (0, 29):
+        return Verdict(
+            False,
+            f"model runner V2 of vLLM {facts.vllm_text} has no extract_hidden_states (first in 0.29): unset "
+            "VLLM_USE_V2_MODEL_RUNNER, or set it to 0, which selects the runner that has it",
+        )
     if target.is_mla and v < (0, 25):
         return Verdict(
             False, f"vLLM {facts.vllm_text} drops the final layer's state on DeepSeek-type targets (right from 0.25)"
@@ -65,4 +71,4 @@ def engine_options(layer_ids: list[int]) -> dict[str, Any]:
 def run(engine: Any, requests: list[dict[str, Any]], layer_ids: list[int], staging: Staging) -> FileStates:
     """Prefill `requests`; their states by request id, in files in the folder of `staging`."""
     results = engine.generate(requests, max_tokens=1, states_folder=str(staging.folder))
-    return FileStates({r["id"]: r["hidden_states_path"] for r in results})
+    return FileStates({r["id"]: r["hidden_states_path"] for r in results if "hidden_states_path" in r})

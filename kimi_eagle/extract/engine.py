@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_eagle import paths
-from kimi_eagle.errors import BadInput, StageFailed
+from kimi_eagle.errors import BadInput, CallFailed, StageFailed
 from kimi_eagle.extract.processes import alive, birth, read_json, signal_group
 
 # Which offset from `engine_port` an engine of each role listens on, where ports are used at all.
@@ -73,7 +73,7 @@ class Engine:
         self.folder, self.key, self.progress, self.again = folder, folder.name, progress, again
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Run one of the host's methods. Progress goes to `self.progress(done, total)`; a failure raises StageFailed."""
+        """Run one of the host's methods. Progress goes to `self.progress(done, total)`; an error raises CallFailed, its end StageFailed."""
         if self.again and not self.folder.is_dir():
             self.again()
         with connect(self.folder) as connection:
@@ -81,7 +81,7 @@ class Engine:
             while True:
                 try:
                     kind, value = connection.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     raise StageFailed(
                         f"engine {self.key} ended during {method}; its last lines:\n{log_tail(self.folder)}"
                     ) from None
@@ -89,7 +89,7 @@ class Engine:
                     if self.progress:
                         self.progress(*value)
                 elif kind == "error":
-                    raise StageFailed(f"engine {self.key} failed in {method}: {value}")
+                    raise CallFailed(f"engine {self.key} failed in {method}: {value}")
                 else:
                     return value
 
@@ -168,14 +168,14 @@ def port_of(role: str, base: int) -> int:
 
 def connect(folder: Path) -> Connection:
     """A connection to the engine of this folder (its key file keeps other users out)."""
-    address = json.loads((folder / "address.json").read_text())
     try:
+        address = json.loads((folder / "address.json").read_text())
         return Client(
             tuple(address) if isinstance(address, list) else address, authkey=(folder / "authkey").read_bytes()
         )
     except OSError as error:
         raise StageFailed(
-            f"engine {folder.name} does not answer ({error}); end it with: kimi-eagle engine down {folder.name}"
+            f"engine {folder.name} does not answer ({error}); start it again. Its last lines:\n{log_tail(folder)}"
         ) from None
 
 

@@ -151,6 +151,18 @@ class Host:
         """Close the window; the traces are written when this returns."""
         self.llm.stop_profile()
 
+    def cache(self, report: Callable[[int, int], None]) -> dict[str, int]:
+        """The engine's own plan of its cache on a rank: {bytes, tokens that fit}; empty where this vLLM keeps it elsewhere."""
+        core = getattr(getattr(self.core, "engine_core", None), "engine_core", None)
+        planned = getattr(getattr(core, "scheduler", None), "kv_cache_config", None)
+        tokens = getattr(self.core.vllm_config.cache_config, "kv_cache_size_tokens", None)
+        if not planned or not tokens:
+            return {}
+        sizes = [tensor.size for tensor in planned.kv_cache_tensors]
+        # Newer releases place every layer in one allocation, whose whole size each entry repeats.
+        whole = max(sizes) if hasattr(planned.kv_cache_tensors[0], "offset") else sum(sizes)
+        return {"bytes": whole, "tokens": tokens}
+
     def describe(self, report: Callable[[int, int], None]) -> dict[str, Any]:
         """What was loaded: versions, platform, model class, runner, attention back end where vLLM names one."""
         import torch
@@ -243,7 +255,9 @@ def _answer(host: Host, connection: Connection) -> None:
 def _abort_leftovers(host: Host) -> None:
     """Requests of a caller that went away must not slow down the next one."""
     core = getattr(host, "core", None)  # the generator of speculators finishes what it began
-    unfinished = list(getattr(core.output_processor, "request_states", {})) if core else []
+    requests = core.output_processor if core else None
+    # Newer releases keep requests by ids of their own, and abort by those that were given.
+    unfinished = list(getattr(requests, "external_req_ids", getattr(requests, "request_states", {})))
     if unfinished:
         host.core.abort_request(unfinished)
 

@@ -1,14 +1,10 @@
 """The extraction loop: answered rows through an engine into the hidden-state store, resumable at any moment."""
 
-import contextlib
 import hashlib
+import itertools
 import json
-import os
-import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,21 +12,19 @@ from typing import Any
 import torch
 
 from kimi_eagle.chat import Answer
-from kimi_eagle.errors import StageFailed
+from kimi_eagle.durable import write_atomically
+from kimi_eagle.errors import CallFailed, StageFailed
 from kimi_eagle.extract import backends, budget
 from kimi_eagle.extract.engine import Engine
-from kimi_eagle.extract.states import Staging
+from kimi_eagle.extract.groups import ahead, remove, staging_for
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.hidden_store.parts import parts
 from kimi_eagle.target import Target
 
-# Rows handed to the engine at once: a group is to take about GROUP_SECONDS (its end leaves the engine's last steps half empty),
-# and its states wait in memory for the store, so GROUP_BYTES bounds it.
-GROUP_SECONDS = 20.0
-GROUP_BYTES = 1 << 30
-FIRST_GROUP_TOKENS = 16384
 SAVE_SECONDS = 60.0  # a store's open shard is written at least this often: what a kill may cost
 REJECT_LIMIT = 0.02  # share of rows without usable states above which the run stops
+SPEED = "speed.json"  # beside the shards: how fast the last extraction into the store was
+SPEED_UNITS = {"tokens_per_second": "tokens/s", "mb_per_second": "MB/s"}
 
 
 @dataclass(frozen=True)
@@ -78,13 +72,12 @@ def plan(target: Target, auxiliary_layers: list[int], *, backend: str, dtype: st
     return Plan(target, ids, module.NAME, verdict.reason, dtype)
 
 
-def extract(
-    plan: Plan, engine: Engine, rows: list[Answer], folder: Path, tell: Callable[[int, int], None] | None = None
-) -> Store:
+def extract(plan: Plan, engine: Engine, rows: list[Answer], folder: Path, say: Callable[[str], None] = print) -> Store:
     """States of `rows` in the store at `folder` (rows that it holds already are kept); the store, opened for reading.
 
-    The engine works on a group of rows, with the next one waiting at its door, while the one before is stored. A row without usable
-    states is named in rejected.jsonl and skipped; above REJECT_LIMIT the run stops with StageFailed.
+    The engine works on a group of rows, with the next one waiting at its door, while the one before is stored. A row that the engine
+    cannot take, or without usable states, is named in rejected.jsonl and skipped; above REJECT_LIMIT, or where the engine ends, the
+    run stops with StageFailed. `say` is told the speed and the time left after the first group, and the speed at the end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if parts(folder):
@@ -94,21 +87,22 @@ def extract(
         budget.check_space(
             folder, sum(len(r.token_ids) for r in missing), len(plan.layer_ids), plan.target.hidden_size, plan.dtype
         )
-        staging = Staging(_staging(folder))
+        if excess := budget.cache_excess(plan, engine):
+            say(excess)
+        allowed, pace = max(1, REJECT_LIMIT * len(rows)), _Pace(plan, missing)
+        staging = staging_for(folder)
         try:
-            for done, group, states in _ahead(plan, engine, _Groups(missing, plan), staging):
-                _store(writer, group, states)
-                del states
-                _limit(writer, len(rows))
-                if tell:
-                    tell(done, len(missing))
+            for done, group, states in ahead(plan, engine, missing, staging, allowed):
+                _store(writer, group, states, allowed)
+                del states  # the staging file is free when its last reader lets go
+                if done == len(group) < len(missing):
+                    say(pace.line(done))
+            if missing:
+                say(pace.line(len(missing)))
+                write_atomically(folder / SPEED, json.dumps(pace.figures(len(missing))).encode())
         finally:
-            shutil.rmtree(staging.folder, ignore_errors=True)
-            with contextlib.suppress(
-                StageFailed, AttributeError
-            ):  # an engine that ended; a back end without such files
-                backends.backend(plan.backend).release(engine)
-    _limit(writer, len(rows))
+            remove(staging, plan, engine)
+    _stop_above(allowed, writer)
     return Store(folder)
 
 
@@ -124,7 +118,11 @@ def figures(
         tree["states"][split] = {
             "rows": len(store), "tokens": store.tokens, "bytes": size, "answer_tokens": sum(len(a.answer_ids) for a in kept),
         }  # fmt: skip
-        units["states"][split] = {"rows": "rows", "tokens": "tokens", "bytes": "bytes", "answer_tokens": "tokens"}
+        speed = store.folder / SPEED
+        tree["states"][split] |= json.loads(speed.read_text()) if speed.is_file() else {}
+        units["states"][split] = {"rows": "rows", "tokens": "tokens", "bytes": "bytes", "answer_tokens": "tokens"} | {
+            name: unit for name, unit in SPEED_UNITS.items() if name in tree["states"][split]
+        }
     tree["states"]["layer_ids"] = next(iter(stores.values())).layer_ids
     units["states"]["layer_ids"] = "vLLM layer id"
     tree["verification"] = {
@@ -150,89 +148,47 @@ def _joined(rows: list[Answer], folder: Path) -> Store:
     return store
 
 
-def _staging(folder: Path) -> Path:
-    """An empty folder for states on their way: in memory where there is room, so that they reach the disk once.
+class _Pace:
+    """Speed and time left of one extraction, over the rows that it began with."""
 
-    Its name follows from the store's, so that what a killed run left there goes first (the writer's lock is held).
-    """
-    name = f"kimi-eagle-{os.getuid()}-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}"
-    places = [Path("/dev/shm") / name, folder / ".staging"]
-    for place in places:
-        shutil.rmtree(place, ignore_errors=True)
-    memory = Path("/dev/shm")
-    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 * GROUP_BYTES
-    staging = places[0] if roomy else places[1]
-    staging.mkdir(mode=0o700)
-    return staging
+    def __init__(self, plan: Plan, rows: list[Answer]):
+        self.ends = list(itertools.accumulate(len(r.token_ids) for r in rows))
+        self.each = budget.bytes_per_token(len(plan.layer_ids), plan.target.hidden_size, plan.dtype)
+        self.begun = time.perf_counter()
 
+    def figures(self, done: int) -> dict[str, float]:
+        """Speeds with the first `done` rows behind, by the names of SPEED_UNITS."""
+        speed = self.ends[done - 1] / max(time.perf_counter() - self.begun, 1e-9)
+        return {"tokens_per_second": speed, "mb_per_second": speed * self.each / 1e6}
 
-def _ahead(plan: Plan, engine: Engine, groups: "_Groups", staging: Staging) -> Iterator[tuple[int, list[Answer], Any]]:
-    """(rows done after it, group, its states) by turns; the engine works on one group and finds the next at its door."""
-    pool, waiting, coming = ThreadPoolExecutor(2), deque[tuple[int, list[Answer], Future]](), iter(groups)
-    last = time.monotonic()
-    try:
-        while True:
-            while len(waiting) < 2 and (found := next(coming, None)):
-                waiting.append((*found, pool.submit(_run, plan, engine, found[1], staging)))
-            if not waiting:
-                return
-            done, group, coming_states = waiting.popleft()
-            states = coming_states.result()
-            del coming_states  # the staging file is free when its last reader lets go
-            yield done, group, states
-            del states
-            groups.took(time.monotonic() - last)
-            last = time.monotonic()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def line(self, done: int) -> str:
+        """The same in words, with the time that the rest will take."""
+        speed, size = self.figures(done).values()
+        left = (self.ends[-1] - self.ends[done - 1]) / speed / 60
+        rest = f", about {left:.1f} minutes left" if left else ""
+        return f"states: {done:,} of {len(self.ends):,} rows, {speed:,.0f} tokens/s, {size:,.2f} MB/s{rest}"
 
 
-def _run(plan: Plan, engine: Engine, group: list[Answer], staging: Staging) -> Any:
-    requests = [{"id": r.sample_id, "prompt_token_ids": r.token_ids} for r in group]
-    return backends.backend(plan.backend).run(engine, requests, plan.layer_ids, staging)
-
-
-def _store(writer: StoreWriter, group: list[Answer], states: Any) -> None:
+def _store(writer: StoreWriter, group: list[Answer], states: Any, allowed: float) -> None:
     for row in group:
         try:
             token_ids, found = states.lazy(row.sample_id)
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, CallFailed) as error:
             writer.reject(row.sample_id, f"no states came out of the engine ({error})")
+            _stop_above(allowed, writer)
             continue
         if token_ids.tolist() != row.token_ids:
             writer.reject(row.sample_id, f"states of {len(token_ids)} other tokens than the row's {len(row.token_ids)}")
         else:
             writer.add(row.sample_id, token_ids, torch.tensor(row.loss_mask), found)
     writer.settle()
+    _stop_above(allowed, writer)
     states.remove()
     if writer.idle_seconds > SAVE_SECONDS:
         writer.flush()
 
 
-class _Groups:
-    """(rows done after it, group) by turns; their size follows from how long the last one took."""
-
-    def __init__(self, rows: list[Answer], plan: Plan):
-        self.rows = rows
-        self.most = GROUP_BYTES // budget.bytes_per_token(len(plan.layer_ids), plan.target.hidden_size, plan.dtype)
-        self.tokens = min(FIRST_GROUP_TOKENS, self.most)
-
-    def took(self, seconds: float) -> None:
-        """The group before took so long."""
-        self.tokens = max(1, min(self.most, int(self.tokens * min(4.0, GROUP_SECONDS / max(seconds, 1e-3)))))
-
-    def __iter__(self) -> Iterator[tuple[int, list[Answer]]]:
-        begin = 0
-        while begin < len(self.rows):
-            end, tokens = begin, 0
-            while end < len(self.rows) and (end == begin or tokens + len(self.rows[end].token_ids) <= self.tokens):
-                tokens += len(self.rows[end].token_ids)
-                end += 1
-            yield end, self.rows[begin:end]
-            begin = end
-
-
-def _limit(writer: StoreWriter, rows: int) -> None:
-    if len(writer.rejected) > max(1, REJECT_LIMIT * rows):
+def _stop_above(allowed: float, writer: StoreWriter) -> None:
+    if len(writer.rejected) > allowed:
         name, reason = next(iter(writer.rejected.items()))
         raise StageFailed(f"extraction: {len(writer.rejected)} rows have no usable states ({name}: {reason}).")

@@ -15,8 +15,8 @@ import torch
 
 from kimi_eagle.chat import Answer
 from kimi_eagle.errors import StageFailed
+from kimi_eagle.extract import canary, loop
 from kimi_eagle.extract import engine as engines
-from kimi_eagle.extract import loop
 from kimi_eagle.hidden_store import Store
 from kimi_eagle.target import Target
 
@@ -80,7 +80,7 @@ def order(plan: loop.Plan, store: Store, extractor: engines.Engine, rows: list[A
     again = sorted(rows, key=lambda r: r.sample_id, reverse=True)
     worst = 0.0
     for number, group in enumerate([again[:1], *(again[i : i + 3] for i in range(1, len(again), 3))]):
-        other = loop.extract(plan, extractor, group, folder / f"again-{number}")
+        other = loop.extract(plan, extractor, group, folder / f"again-{number}", say=lambda _: None)
         worst = max(
             [
                 worst,
@@ -201,7 +201,8 @@ def verify(
 ) -> dict[str, Any]:
     """All checks on `count` rows of the store, spread over it; {reconstruction, order, hugging_face, bars, right}.
 
-    The rows' longest and shortest are always among them. `right` is True where every check that ran is within its bar.
+    The rows' longest and shortest are always among them. `right` is True where every check that ran is within its bar; the
+    store then gets its canary.
     """
     sample = _spread(sorted((r for r in rows if r.sample_id in store.position), key=lambda r: len(r.token_ids)), count)
     names = [r.sample_id for r in sample]
@@ -218,6 +219,8 @@ def verify(
         found["hugging_face"] = hugging_face(plan.target, store, names)
         right = right and max(found["hugging_face"]["relative_l2"].values()) < bars.hugging_face
     found["bars"] = {"reconstruction": bars.reconstruction, "order": bars.order, "hugging_face": bars.hugging_face}
+    if right:
+        canary.write(store, bars.hugging_face)
     return {**found, "right": bool(right)}
 
 

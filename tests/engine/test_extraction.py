@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kimi_eagle import chat, paths
-from kimi_eagle.extract import engine, loop, verify
+from kimi_eagle.extract import canary, engine, loop, verify
 from kimi_eagle.extract.configure import engine_config
 from kimi_eagle.target import describe
 
@@ -41,12 +41,14 @@ def plan_of(backend):
 
 @pytest.mark.parametrize("backend", ["connector", "hooks"])
 def test_states_pass_every_check_through_the_wrapper(backend, rows, engines, plain, tmp_path):
+    """T05, T08, T10: a multimodal wrapper around a DeepSeek-type model, in this vLLM's own engine, by both back ends."""
     plan = plan_of(backend)
     extractor = engines("extract", **plan.engine_options)
     store = loop.extract(plan, extractor, rows, tmp_path / "states")
     assert store.check() == [] and sorted(store.sample_ids) == sorted(r.sample_id for r in rows)
     found = verify.verify(plan, store, plain, extractor, rows, tmp_path / "again", count=6)
     assert found["right"], found
+    assert len(canary.read(store.folder).rows) == canary.ROWS
     assert max(found["hugging_face"]["relative_l2"].values()) < 1e-4
     assert found["order"]["max_relative_l2"] < 1e-5 and found["reconstruction"]["mean_abs_nats"] < 1e-3
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "states").glob("shard-*")}
@@ -78,7 +80,7 @@ def test_without_the_rotary_patch_the_verification_fails(rows, engines, plain, t
     errors = verify.hugging_face(KIMI, store, [r.sample_id for r in rows[:3]])["relative_l2"]
     assert max(errors.values()) > 1e-2
     found = verify.verify(plan, store, plain, unpatched, rows, tmp_path / "again", count=3)
-    assert not found["right"]
+    assert not found["right"] and not (store.folder / canary.FILE).exists()
     with pytest.raises(verify.StageFailed, match="not the target's"):
         verify.require(found)
     unpatched.down()

@@ -56,6 +56,7 @@ def test_kimi_states_are_57344_bytes_a_token():
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_loaded(tmp_path):
+    """T19."""
     with pytest.raises(BadInput, match="GB free"):
         budget.check_space(tmp_path, 10**12, 4, 7168, "bfloat16")
 

@@ -123,6 +123,7 @@ def test_a_cut_shard_is_found_and_its_rows_named(tmp_path, share):
 
 
 def test_rows_that_are_not_finite_are_named_and_skipped(tmp_path):
+    """T15."""
     with StoreWriter(tmp_path / "s", MANIFEST) as writer:
         for i, value in enumerate([0.0, float("nan"), float("inf")]):
             name, ids, mask, states = sample(i)
