@@ -129,6 +129,10 @@ def _from_hub(name: str) -> Any:
     where, _, split = name.partition(":")
     try:
         found = datasets.load_dataset(where)
+    except (
+        ValueError
+    ) as error:  # it is there, but a configuration of it must be named, or its files do not fit together
+        raise BadInput(f"prompts {name!r}: {str(error).splitlines()[0]}") from None
     except Exception as error:  # each way to be out of reach has a class of its own
         raise MissingCapability(
             f"prompts {name!r}: no such file, and no data set in the Hub's local cache or to be fetched from here "

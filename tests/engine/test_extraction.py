@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_eagle import chat, paths
+from kimi_eagle import chat, conversations
 from kimi_eagle.extract import engine, loop, verify
 from kimi_eagle.extract.configure import engine_config
 from kimi_eagle.target import describe
@@ -16,7 +16,7 @@ SMALL = {"max_model_len": 256, "max_batched_tokens": 256}
 @pytest.fixture(scope="module")
 def rows():
     """Rows of several lengths, one of them longer than a step's budget of the hooks engine."""
-    prompts = chat.render(KIMI, chat.read_prompts(paths.resolve("data/prompts.jsonl"), 40), 0.5, 200)[:10]
+    prompts = chat.render(KIMI, conversations.read("data/prompts.jsonl", 40), 0.5, 200)[:10]
     return [chat.Answer(p.prompt_id, p.prompt_id, p.split, p.token_ids, len(p.token_ids) // 2, "stop") for p in prompts]
 
 
