@@ -35,15 +35,20 @@ def check_space(folder: Path, tokens: int, states: int, hidden_size: int, dtype:
 def table(prepared: Any, answer_tokens: int, samples: int, states: int, hidden_size: int, dtype: str) -> Any:
     """What answering and storing `turns.Prepared` takes at most: rows, tokens, bytes per split, as a pandas table.
 
-    Conversations that have their answers are counted as they are, without `answer_tokens` and `samples`.
+    Conversations that have their answers are counted as they are, without `answer_tokens` and `samples`. Raises BadInput
+    where a split has no row: the next notebooks need both.
     """
     import pandas as pd
 
     if prepared.answers:
         answer_tokens, samples = 0, 1
-    rows = []
+    rows, given = [], prepared.answers or prepared.prompts
     for split in ("train", "heldout"):
-        some = [p for p in prepared.answers or prepared.prompts if p.split == split]
+        some = [p for p in given if p.split == split]
+        if not some:
+            raise BadInput(
+                f"no row is on the {split} side of {len(given)}; give more rows or another held_out_fraction."
+            )
         tokens = samples * sum(len(p.token_ids) + answer_tokens for p in some)
         size = tokens * bytes_per_token(states, hidden_size, dtype)
         rows.append(

@@ -14,11 +14,11 @@ from test_reported_conversations import END, kimi, talk
 from kimi_eagle import chat, conversations, estimate, tables, turns, vocab_map
 from kimi_eagle.acceptance import simulate
 from kimi_eagle.errors import BadInput, MissingCapability
+from kimi_eagle.extract import budget
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.notebook import preflight
 from kimi_eagle.target import describe
-from kimi_eagle.training import rows
-from kimi_eagle.training.row_loss import trained_positions
+from kimi_eagle.training import row_loss, rows
 
 ASK, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -86,7 +86,10 @@ def test_equal_rows_count_once_and_a_line_separator_inside_a_text_ends_nothing(t
 
 
 def test_parquet_gives_the_same_rows_and_names_the_row(tmp_path):
-    given = [{"id": "x", "messages": [ASK, {**REPLY, "reasoning_content": "r"}]}, {"id": "y", "messages": [ASK, REPLY]}]
+    given = [
+        {"id": "x", "messages": [ASK, {**REPLY, "reasoning_content": "r", "name": "n"}]},
+        {"id": "y", "messages": [ASK, REPLY]},
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(given), tmp_path / "rows.parquet")
     assert conversations.read(tmp_path / "rows.parquet") == conversations.read(put(tmp_path, *given))
     wrong = pyarrow.Table.from_pylist([{"prompt": "x"}, {"prompt": ""}])
@@ -202,7 +205,9 @@ def test_two_spans_reach_the_store_the_vocabulary_and_the_training(tmp_path):
     counted = vocab_map.count_tokens(store, 10).counts
     assert counted.nonzero().squeeze(1).tolist() == answer.answer_ids == [3, 4, 7, 8, 9]
     packed = rows.load(store, [rows.Piece("a", 0, 9)], torch.device("cpu"), torch.float32)
-    labels = [[int(t) + 2 + step for t in mask.nonzero()] for step, mask in enumerate(trained_positions(packed, 6))]
+    labels = [
+        [int(t) + 2 + step for t in mask.nonzero()] for step, mask in enumerate(row_loss.trained_positions(packed, 6))
+    ]
     # Step 4 from the first label (2) would be label 6, in the next span, over a user's turn that no draft has to guess.
     assert labels == [[2, 3, 6, 7, 8], [3, 7, 8], [8], [], [], []]
     assert simulate.greedy_tokens(store, Chooser())["a"].tolist() == [-1, 0, 0, -1, -1, 0, 0, 0, -1]
@@ -241,6 +246,17 @@ def test_reading_rows_needs_no_torch():
 
     code = "import sys; from kimi_eagle import conversations; conversations.read('data/prompts.jsonl'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_budget_counts_given_rows_as_they_are_and_wants_both_splits(target):
+    given = [talk((f"question {i}", "a long answer"), id=f"t{i}") for i in range(12)]
+    prepared = turns.prepare(target, given, 0.5, 100, 10)
+    table = budget.table(prepared, 50, 3, 4, 8, "float32")
+    assert table["rows"].sum() == 12 and table["tokens at most"].sum() == sum(
+        len(a.token_ids) for a in prepared.answers
+    )
+    with pytest.raises(BadInput, match="heldout side of 12"):
+        budget.table(turns.prepare(target, given, 0.0, 100, 10), 50, 3, 4, 8, "float32")
 
 
 def test_prompts_are_answered_as_before(target):

@@ -143,6 +143,8 @@ def test_turns_that_later_ones_rewrite_are_left_out_and_counted(tmp_path):
         (4, turns.REWRITTEN),
     ]
     assert spans == [[THINK, *ids(target, "\nr2\n"), UNTHINK, *ids(target, "\n\na2"), END]]
+    later = {**row, "messages": [*row["messages"], {"role": "user", "content": "what the last answer never saw"}]}
+    assert trained(target, later)[1] == found
     made = turns.prepare(target, [row], 0.0, 200, 10)
     assert made.unaligned == {turns.REWRITTEN: ["t, turn 2", "t, turn 4"]} and "turn 4" in made.text()
 
