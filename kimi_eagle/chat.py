@@ -150,9 +150,9 @@ def distinct_bigram_ratio(token_ids: list[int]) -> float:
     return len(set(pairs)) / len(pairs) if pairs else 1.0
 
 
-def digest(token_ids: list[int]) -> str:
-    """Short digest of a row's tokens, part of its sample id."""
-    return hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()[:6]
+def digest(row: list) -> str:
+    """Short digest of a row's tokens (and spans), part of its sample id."""
+    return hashlib.sha256(json.dumps(row).encode()).hexdigest()[:6]
 
 
 def _resume(file: Path, header: dict[str, Any]) -> list[Answer]:

@@ -74,15 +74,18 @@ class Renderer:
         spans, left_out = [], []
         for k in places:
             try:
-                spans.append(self._span(messages[: k + 1], tools, whole))
+                asked = begin if k == places[0] else self._ids(messages[:k], tools, prompt=True)
+                said = whole if k == places[-1] else self._ids(messages[: k + 1], tools)
+                spans.append(self._span(messages[: k + 1], tools, asked, said, whole))
             except Refused as reason:
                 left_out.append((k + 1, str(reason)))
         return Rendered(whole, spans, begin, left_out)
 
-    def _span(self, messages: list[dict], tools: Any, whole: list[int]) -> tuple[int, int]:
-        """(begin, end) in `whole` of the last of `messages`."""
+    def _span(
+        self, messages: list[dict], tools: Any, asked: list[int], said: list[int], whole: list[int]
+    ) -> tuple[int, int]:
+        """(begin, end) in `whole` of the last of `messages`, from their rendering `said` and that of the question, `asked`."""
         *before, turn = messages
-        asked, said = self._ids(before, tools, prompt=True), self._ids(messages, tools)
         begin = len(asked)
         if said[:begin] != asked:
             raise Refused(BEGINNING)
@@ -187,12 +190,13 @@ def prepare(
             continue
         text = opening(row)
         split, ids = split_of(text, held_out_fraction), found.token_ids[:limit]
+        name = f"{row['id']}.{digest([ids, spans])}"  # cut or masked otherwise it is another sample
         cut = len(found.token_ids) > limit
         if cut:
             made.cut.append(row["id"])
         made.answers.append(
             Answer(
-                f"{row['id']}.{digest(found.token_ids)}", row["id"], split, ids, len(found.opening),
+                name, row["id"], split, ids, len(found.opening),
                 "length" if cut and spans[-1][1] == limit else "stop", spans,
             )
         )  # fmt: skip

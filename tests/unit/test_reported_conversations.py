@@ -215,4 +215,5 @@ def test_openings_of_held_out_conversations_are_prompts_to_serve(tmp_path):
     made = turns.prepare(target, rows, 0.9, 100, 10)
     (asked,) = made.prompts
     assert asked.token_ids == chat.render_chat(target, rows[0]["messages"][:1]) and asked.token_ids[-1] == THINK
+    assert turns.prepare(target, rows, 0.9, 100, 100 - len(asked.token_ids) + 1).prompts == []  # no room to answer it
     assert {a.split for a in made.answers} == {asked.split} and conversations.opening(rows[0]) == asked.text
