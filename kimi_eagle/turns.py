@@ -30,7 +30,7 @@ from kimi_eagle.errors import BadInput
 from kimi_eagle.target import Target, describe
 
 MIN_TRAINED_TOKENS = 4  # an emitted token and a chain of three drafts
-ROWS_PER_PROCESS = 256  # below this a process is not worth its start (seconds of imports)
+ROWS_PER_PROCESS = 2000  # below this a process is not worth its start: about half a minute of rendering each
 PROBES = ("A", "B")  # two contents without a common beginning: what their renderings share the template inserts
 
 BEGINNING = "the generation prompt is not how it begins"
