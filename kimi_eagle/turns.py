@@ -95,13 +95,13 @@ class Renderer:
         if said[:end] != whole[:end]:
             raise Refused(REWRITTEN)
         reasoning, bare = _parts(turn)
-        plain = said if reasoning is None else self._ids([*before, bare], tools)
-        if reasoning and plain == said:
+        absorbed = reasoning is not None and any(self._ids([*before, b], tools) == said for b in bare)
+        if reasoning and absorbed:
             raise Refused(DROPPED)
-        inserted = self._inserted(before, bare, tools, begin) if self.thinks else []
+        inserted = self._inserted(before, bare[0], tools, begin) if self.thinks else []
         there = said[begin : begin + len(inserted)] == inserted
         if reasoning is not None:
-            if inserted and there and plain != said:
+            if inserted and there and not absorbed:
                 raise Refused(DOUBLED)
             return begin, end
         if not there:
@@ -243,14 +243,14 @@ def _one(row: dict[str, Any]) -> Rendered | str:
         return str(reason)
 
 
-def _parts(turn: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """A turn's reasoning (None: it holds no block; "": an empty block of its own) and the turn without it."""
+def _parts(turn: dict[str, Any]) -> tuple[str | None, list[dict[str, Any]]]:
+    """A turn's reasoning (None: it holds no block; "": an empty block of its own) and the turn without it, as templates make it."""
     if turn.get("reasoning_content"):
-        return turn["reasoning_content"], {k: v for k, v in turn.items() if k != "reasoning_content"}
+        return turn["reasoning_content"], [{k: v for k, v in turn.items() if k != "reasoning_content"}]
     head, closed, tail = turn["content"].partition("</think>")
     if not closed:
-        return None, turn
-    return head.replace("<think>", "").strip(), {**turn, "content": tail.lstrip()}
+        return None, [turn]
+    return head.replace("<think>", "").strip(), [{**turn, "content": text} for text in (tail.lstrip(), tail)]
 
 
 def _names(ids: list[str]) -> str:

@@ -100,6 +100,11 @@ def test_reasoning_that_the_template_loses_or_doubles_is_refused_by_name(tmp_pat
     assert trained(kimi(tmp_path / "a"), talk(("q", {"content": "so", "reasoning_content": "why"})))[1].left_out == [
         (2, turns.DROPPED)
     ]
+    own = (describe("tiny-kimi").path / "chat_template.jinja").read_text()
+    cutting = own.replace("{{ message['content'] }}", "{{ message['content'].split('</think>')[-1] }}")
+    for gap in ("", "\n\n"):
+        row = talk(("q", f"<think>why</think>{gap}so"))
+        assert trained(kimi(tmp_path / f"c{len(gap)}", cutting), row)[1].left_out == [(2, turns.DROPPED)]
     blunt = OPENER.replace(SPLIT, "{%- set r = m.reasoning_content or '' -%}{%- set c = m.content -%}")
     row = talk(("q", {"content": "<think>why</think>so"}))
     assert trained(kimi(tmp_path / "b", blunt), row)[1].left_out == [(2, turns.DOUBLED)]
