@@ -1,13 +1,13 @@
 """Prompts in, the target's own answers out: token ids and loss masks from token boundaries, never from text search.
 
 A row's `token_ids` are the rendered prompt followed by the answer's ids as the engine produced them, so the mask is known
-exactly: True where the token is the target's own.
+exactly: True where the token is the target's own. Conversations that have their answers already: kimi_eagle.turns.
 """
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answered prompt: token_ids [T] = prompt + answer; the first `prompt_tokens` of them are the prompt's."""
+    """One answered prompt, or a conversation: token_ids [T]; the first `prompt_tokens` of them come before the first answer.
+
+    spans: [begin, end) of every trained stretch of a conversation; without any, all that follows the prompt is the answer.
+    """
 
     sample_id: str
     prompt_id: str
@@ -37,44 +40,20 @@ class Answer:
     token_ids: list[int]
     prompt_tokens: int
     finish_reason: str
+    spans: Sequence[Sequence[int]] = ()
 
     @property
     def loss_mask(self) -> list[bool]:
-        """[T], True at the answer's tokens."""
-        return [i >= self.prompt_tokens for i in range(len(self.token_ids))]
+        """[T], True at the answer's tokens: token i itself is the label, predicted from the tokens before it."""
+        mask = [False] * len(self.token_ids)
+        for begin, end in self.spans or [(self.prompt_tokens, len(mask))]:
+            mask[begin:end] = [True] * (end - begin)
+        return mask
 
     @property
     def answer_ids(self) -> list[int]:
-        """The answer's token ids."""
-        return self.token_ids[self.prompt_tokens :]
-
-
-def read_prompts(path: Path, limit: int = 0) -> list[dict[str, str]]:
-    """Rows {id, prompt} of a JSONL file (`limit` 0: all). BadInput names the line that is wrong."""
-    if not path.is_file():
-        raise BadInput(f"prompts: no file {path.name}; give a JSONL file with a `prompt` in each line.")
-    rows, seen = [], set()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"prompts {path.name}: cannot be read as UTF-8 text ({type(error).__name__}).") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            prompt = row["prompt"]
-        except (ValueError, KeyError, TypeError):
-            raise BadInput(f"{path.name}, line {number}: not a JSON object with a `prompt`.") from None
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise BadInput(f"{path.name}, line {number}: its prompt is empty.")
-        if prompt in seen:
-            continue
-        seen.add(prompt)
-        rows.append({"id": str(row.get("id", f"p{number}")), "prompt": prompt})
-    if not rows:
-        raise BadInput(f"{path.name}: holds no prompts.")
-    return rows[:limit] if limit else rows
+        """The answers' token ids."""
+        return list(itertools.compress(self.token_ids, self.loss_mask))
 
 
 def split_of(prompt: str, held_out_fraction: float) -> str:
@@ -137,7 +116,7 @@ def answer_prompts(
     header = {"settings": settings}
     done = {a.sample_id: a for a in _resume(file, header)}
     wanted = {
-        f"{p.prompt_id}.{k}.{_digest(p.token_ids)}": (p, k) for p in prompts for k in range(samples)
+        f"{p.prompt_id}.{k}.{digest(p.token_ids)}": (p, k) for p in prompts for k in range(samples)
     }  # the digest: an edited prompt under an old id is another sample
     missing = [name for name in wanted if name not in done]
     for begin in range(0, len(missing), group):
@@ -171,6 +150,11 @@ def distinct_bigram_ratio(token_ids: list[int]) -> float:
     return len(set(pairs)) / len(pairs) if pairs else 1.0
 
 
+def digest(row: list) -> str:
+    """Short digest of a row's tokens (and spans), part of its sample id."""
+    return hashlib.sha256(json.dumps(row).encode()).hexdigest()[:6]
+
+
 def _resume(file: Path, header: dict[str, Any]) -> list[Answer]:
     lines = file.read_bytes().split(b"\n") if file.is_file() else []
     try:
@@ -190,10 +174,6 @@ def _resume(file: Path, header: dict[str, Any]) -> list[Answer]:
         whole.append(line)
     write_atomically(file, b"\n".join(whole) + b"\n")
     return found
-
-
-def _digest(token_ids: list[int]) -> str:
-    return hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()[:6]
 
 
 def _seed(seed: int, name: str) -> int:

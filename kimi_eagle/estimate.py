@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle import paths
-from kimi_eagle.chat import read_prompts
+from kimi_eagle import conversations, paths
 from kimi_eagle.errors import BadInput
 from kimi_eagle.extract.budget import bytes_per_token
 from kimi_eagle.speedup.sizes import KIMI_K2, draft_sizes
@@ -27,21 +26,25 @@ SMOLLM2 = {
 CHARACTERS_PER_TOKEN = (
     3.5  # English prompts in chat format, on the low side: the estimate should not be under what is needed
 )
-TEMPLATE_TOKENS = 40  # what a chat template adds to a prompt
+TEMPLATE_TOKENS = 40  # what a chat template adds to a turn, on the high side
 
 
 def estimate(values: dict[str, Any]) -> dict[str, Any]:
     """Figures of a run with the parameters `values` (all notebooks', defaults included).
 
-    {bytes_per_token, prompts, tokens, states_gb, disk_free_gb, fits, tokens_that_fit, head_parameters, head_gb, minutes}:
-    tokens and sizes are upper bounds (every answer as long as allowed); minutes are the declared ones of notebooks 00 to 05.
+    {bytes_per_token, prompts, answered, tokens, states_gb, disk_free_gb, fits, tokens_that_fit, head_parameters, head_gb, minutes}:
+    tokens and sizes are upper bounds (every answer as long as allowed; `answered` conversations by their characters); minutes
+    are the declared ones of notebooks 00 to 05.
     """
     config = configuration(values["target"])
     states = len(values["auxiliary_layers"] or (0, 0, 0)) + 1
     each = bytes_per_token(states, config["hidden_size"], values["dtype"])
-    lengths = prompt_lengths(values["prompts"], values["max_prompts"])
-    samples = values.get("samples_per_prompt", 1)
-    tokens = samples * sum(n + values["answer_tokens"] for n in lengths)
+    rows = conversations.read(values["prompts"], values["max_prompts"])
+    answered = conversations.answered(rows)
+    if answered:
+        tokens = sum(min(row_tokens(row), values["max_model_len"]) for row in rows)
+    else:
+        tokens = values.get("samples_per_prompt", 1) * sum(row_tokens(row) + values["answer_tokens"] for row in rows)
     free = free_bytes()
     head = draft_sizes(
         config,
@@ -52,7 +55,8 @@ def estimate(values: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "bytes_per_token": each,
-        "prompts": len(lengths),
+        "prompts": len(rows),
+        "answered": answered,
         "tokens": tokens,
         "states_gb": tokens * each / 1e9,
         "disk_free_gb": free / 1e9,
@@ -71,9 +75,10 @@ def text(figures: dict[str, Any]) -> str:
         if figures["fits"]
         else "DOES NOT FIT: choose another outputs folder, or lower max_prompts or answer_tokens"
     )
+    rows = "conversations with answers" if figures["answered"] else "prompts"
     return "\n".join(
         [
-            f"states    {figures['bytes_per_token']:,} bytes per token, {figures['prompts']:,} prompts, at most {figures['tokens']:,} tokens",
+            f"states    {figures['bytes_per_token']:,} bytes per token, {figures['prompts']:,} {rows}, at most {figures['tokens']:,} tokens",
             f"disk      {figures['states_gb']:.2f} GB of states, {figures['disk_free_gb']:.1f} GB free ({figures['tokens_that_fit']:,} tokens): {fits}",
             f"head      {figures['head_parameters'] / 1e6:.1f} million parameters of its own, {figures['head_gb']:.2f} GB",
             f"time      {', '.join(f'{i:02} {m:g}' for i, m in enumerate(figures['minutes']))} minutes as declared, {sum(figures['minutes']):g} in all",
@@ -99,12 +104,10 @@ def configuration(name: str) -> dict[str, Any]:
     )
 
 
-def prompt_lengths(file: str, limit: int) -> list[int]:
-    """Estimated tokens of each prompt in a .jsonl file (the first `limit`, 0 for all), from its characters."""
-    path = paths.resolve(file)
-    if not path.is_file():
-        raise BadInput(f"prompts {file!r}: no such file; give a .jsonl file, relative to the repository or absolute.")
-    return [TEMPLATE_TOKENS + int(len(row["prompt"]) / CHARACTERS_PER_TOKEN) for row in read_prompts(path, limit)]
+def row_tokens(row: dict[str, Any]) -> int:
+    """Estimated tokens of a prompt or of a whole conversation, from its characters and what the template adds to each turn."""
+    turns = len(row.get("messages", "1"))
+    return TEMPLATE_TOKENS * turns + int(conversations.characters(row) / CHARACTERS_PER_TOKEN)
 
 
 def free_bytes() -> int:

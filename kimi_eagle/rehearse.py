@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kimi_eagle import chat, paths, vocab_map
+from kimi_eagle import chat, conversations, paths, turns, vocab_map
 from kimi_eagle import target as targets
 from kimi_eagle.errors import BadInput, KimiEagleError, MissingCapability, StageFailed
 from kimi_eagle.target import SUFFIXES, Target
@@ -179,12 +179,8 @@ def _serve(short: Target, cfg: Any, head: Path, rows: list[chat.Answer]) -> str:
 
 def _rows(short: Target, cfg: Any) -> list[chat.Answer]:
     """Rows as notebook 02 makes them, the answers arbitrary tokens of the tokenizer; every fourth is held out."""
-    asked = chat.render(
-        short,
-        chat.read_prompts(paths.resolve(cfg.prompts), ROWS),
-        cfg.held_out_fraction,
-        cfg.max_model_len - ANSWER_TOKENS,
-    )
+    given = conversations.read(cfg.prompts, ROWS)
+    asked = turns.prepare(short, given, cfg.held_out_fraction, cfg.max_model_len, ANSWER_TOKENS).prompts
     if len(asked) < 4:
         raise BadInput(f"prompts {Path(cfg.prompts).name!r}: {len(asked)} usable prompts; a rehearsal needs 4 or more.")
     usable = len(short.tokenizer)

@@ -1,7 +1,9 @@
 """The tables that stand beside figures and say the same, and the view of a loss mask."""
 
 import html
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,16 +32,35 @@ def lengths_table(answers: Sequence[Answer]) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("split")
 
 
-def mask_view(target: Target, answer: Answer) -> Any:
-    """One conversation with the tokens that are trained on coloured; every token is its own piece (hover: its id)."""
-    from IPython.display import HTML
+@dataclass(frozen=True)
+class View:
+    """What Jupyter shows as HTML, and everything else as plain text."""
 
-    pieces = []
-    for token, trained in zip(answer.token_ids, answer.loss_mask, strict=True):
-        text = html.escape(target.tokenizer.decode([token])).replace("\n", "\\n<br>")
+    text: str
+    page: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return self.page
+
+
+def mask_view(target: Target, answer: Answer) -> View:
+    """One conversation with the tokens that are trained on coloured; every token is its own piece (hover: its id).
+
+    As plain text the trained stretches stand in [[double brackets]].
+    """
+    tokens, pieces, stretches = list(zip(answer.token_ids, answer.loss_mask, strict=True)), [], []
+    for token, trained in tokens:
+        shown = html.escape(target.tokenizer.decode([token])).replace("\n", "\\n<br>")
         look = "background:#cfe3f5" if trained else "color:#777"
-        pieces.append(f'<span title="{token}" style="{look}">{text}</span>')
-    return HTML(f'<div style="font-family:monospace;line-height:1.5">{"".join(pieces)}</div>')
+        pieces.append(f'<span title="{token}" style="{look}">{shown}</span>')
+    for trained, stretch in itertools.groupby(tokens, key=lambda pair: pair[1]):
+        text = target.tokenizer.decode([token for token, _ in stretch])
+        stretches.append(f"[[{text}]]" if trained else text)
+    look = "font-family:monospace;line-height:1.5;white-space:pre-wrap"
+    return View("".join(stretches), f'<div style="{look}">{"".join(pieces)}</div>')
 
 
 def verification_table(found: dict[str, Any]) -> pd.DataFrame:

@@ -137,6 +137,17 @@ class Target:
         slow = not (self.path / "tokenizer.json").is_file()
         return AutoTokenizer.from_pretrained(self.path, trust_remote_code=True, **({"use_fast": False} if slow else {}))
 
+    @cached_property
+    def stop_ids(self) -> set[int]:
+        """Token ids that end an answer in an engine: those of the configurations and the tokenizer's own (Kimi's differ)."""
+        file = self.path / "generation_config.json"
+        generation = json.loads(file.read_text()) if file.is_file() else {}
+        found: set[int] = {self.tokenizer.eos_token_id}
+        for place in (generation, self.config, self.text_config):
+            ids = place.get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [ids])
+        return found - {None}
+
     def identity(self) -> dict[str, str]:
         """What must be equal for stored states, maps and heads to stay valid for this target."""
         return {

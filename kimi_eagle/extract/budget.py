@@ -1,7 +1,6 @@
 """What an extraction costs, before anything is loaded: bytes per token, space, time. No vLLM, no torch."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +64,28 @@ def check_space(folder: Path, tokens: int, states: int, hidden_size: int, dtype:
     return needed
 
 
-def table(prompts: Sequence[Any], answer_tokens: int, samples: int, states: int, hidden_size: int, dtype: str) -> Any:
-    """What answering and storing `prompts` takes at most: rows, tokens, bytes per split, as a pandas table."""
+def table(prepared: Any, answer_tokens: int, samples: int, states: int, hidden_size: int, dtype: str) -> Any:
+    """What answering and storing `turns.Prepared` takes at most: rows, tokens, bytes per split, as a pandas table.
+
+    Conversations that have their answers are counted as they are, without `answer_tokens` and `samples`. Raises BadInput
+    where a split has no row: the next notebooks need both.
+    """
     import pandas as pd
 
-    rows = []
+    if prepared.answers:
+        answer_tokens, samples = 0, 1
+    rows, given = [], prepared.answers or prepared.prompts
     for split in ("train", "heldout"):
-        some = [p for p in prompts if p.split == split]
+        some = [p for p in given if p.split == split]
+        if not some:
+            raise BadInput(
+                f"no row is on the {split} side of {len(given)}; give more rows or another held_out_fraction."
+            )
         tokens = samples * sum(len(p.token_ids) + answer_tokens for p in some)
         size = tokens * bytes_per_token(states, hidden_size, dtype)
         rows.append(
             {
                 "split": split,
-                "prompts": len(some),
                 "rows": len(some) * samples,
                 "tokens at most": tokens,
                 "MB at most": round(size / 1e6, 1),

@@ -130,9 +130,13 @@ class Reference:
     """transformers' own forward of the target's text model, hooked where vLLM's layer ids point."""
 
     def __init__(self, target: Target, layer_ids: list[int]):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-        load: dict[str, Any] = {"dtype": torch.float32}
+        # The checkpoint's own code only where transformers has no class: it may be of another version of transformers.
+        load: dict[str, Any] = {
+            "dtype": torch.float32,
+            "trust_remote_code": target.config.get("model_type") not in CONFIG_MAPPING,
+        }
         if target.is_wrapper:
             fields = {k: v for k, v in target.text_config.items() if k not in ("auto_map", "model_type")}
             kind = "deepseek_v3" if target.is_mla else target.text_config["model_type"]

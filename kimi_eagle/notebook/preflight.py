@@ -8,8 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle import paths
-from kimi_eagle.chat import read_prompts
+from kimi_eagle import conversations, paths
 from kimi_eagle.errors import BadInput
 from kimi_eagle.extract import engine
 from kimi_eagle.target import MADE
@@ -45,12 +44,7 @@ def check(values: dict[str, Any]) -> None:
     if values.get("engine_port"):
         check_ports(values["engine_port"])
     if values.get("prompts"):
-        file = paths.resolve(values["prompts"])
-        if not file.is_file():
-            raise BadInput(
-                f"prompts {values['prompts']!r}: no such file; give a .jsonl file, relative to the repository or absolute."
-            )
-        read_prompts(file)
+        conversations.read(values["prompts"])
     check_values(values)
 
 

@@ -14,7 +14,7 @@ def lengths(answers: Sequence[Answer]) -> None:
     """Histograms of prompt and answer lengths in tokens, medians marked."""
     fig, axes = style.new(1, 2, sharey=True)
     columns = {
-        "prompt tokens": [a.prompt_tokens for a in answers],
+        "prompt tokens": [len(a.token_ids) - len(a.answer_ids) for a in answers],
         "answer tokens": [len(a.answer_ids) for a in answers],
     }
     for axis, (name, values), color in zip(axes, columns.items(), (style.QUIET, style.MAIN), strict=True):

@@ -1,6 +1,7 @@
 """The training-time-test loss of one packed row."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ class RowCounts:
 
 
 def trained_positions(row: Packed, steps: int) -> list[Tensor]:
-    """Per step the mask [T] of origins with a trained label; a chain that step 0 does not train is not started."""
-    masks = [training_origins(row.documents, row.loss_mask, step) for step in range(steps)]
-    return [masks[0] & mask for mask in masks]
+    """Per step the mask [T] of origins with a trained label; a chain ends where its text leaves the answer, for good."""
+    masks = (training_origins(row.documents, row.loss_mask, step) for step in range(steps))
+    return list(accumulate(masks, torch.logical_and))
 
 
 def row_loss(

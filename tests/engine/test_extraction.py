@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_eagle import chat, paths
+from kimi_eagle import chat, conversations, paths, turns
 from kimi_eagle.extract import canary, engine, loop, verify
 from kimi_eagle.extract.configure import engine_config
 from kimi_eagle.target import describe
@@ -15,9 +15,20 @@ SMALL = {"max_model_len": 256, "max_batched_tokens": 256}
 
 @pytest.fixture(scope="module")
 def rows():
-    """Rows of several lengths, one of them longer than a step's budget of the hooks engine."""
-    prompts = chat.render(KIMI, chat.read_prompts(paths.resolve("data/prompts.jsonl"), 40), 0.5, 200)[:10]
-    return [chat.Answer(p.prompt_id, p.prompt_id, p.split, p.token_ids, len(p.token_ids) // 2, "stop") for p in prompts]
+    """Rows of several lengths, one of them longer than a step's budget of the hooks engine, the last a conversation of two answers."""
+    prompts = chat.render(KIMI, conversations.read("data/prompts.jsonl", 40), 0.5, 200)[:10]
+    said = [
+        ("user", "Two and two?"),
+        ("assistant", "It is four."),
+        ("user", "And three?"),
+        ("assistant", "Then seven."),
+    ]
+    talk = {"id": "talk", "messages": [{"role": role, "content": content} for role, content in said]}
+    given = turns.prepare(KIMI, [talk], 0.0, 200, 10).answers
+    return [
+        *(chat.Answer(p.prompt_id, p.prompt_id, p.split, p.token_ids, len(p.token_ids) // 2, "stop") for p in prompts),
+        *given,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +57,8 @@ def test_states_pass_every_check_through_the_wrapper(backend, rows, engines, pla
     extractor = engines("extract", **plan.engine_options)
     store = loop.extract(plan, extractor, rows, tmp_path / "states")
     assert store.check() == [] and sorted(store.sample_ids) == sorted(r.sample_id for r in rows)
+    talk = rows[-1]
+    assert len(talk.spans) == 2 and store.row(talk.sample_id).loss_mask.tolist() == talk.loss_mask
     found = verify.verify(plan, store, plain, extractor, rows, tmp_path / "again", count=6)
     assert found["right"], found
     assert len(canary.read(store.folder).rows) == canary.ROWS

@@ -1,11 +1,8 @@
 """Rows and masks: token boundaries, splits by hash, resume of answers."""
 
-import json
-
 import pytest
 
 from kimi_eagle import chat
-from kimi_eagle.errors import BadInput
 
 
 class Tokenizer:
@@ -79,29 +76,6 @@ def test_other_settings_begin_a_new_file(tmp_path):
     engine = Engine()
     ask(tmp_path, engine, temperature=0.9)
     assert len(engine.asked) == 10
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", "line 1"),
-        ('{"prompt": ""}', "empty"),
-        ('{"text": "x"}', "`prompt`"),
-        ("", "no prompts"),
-        ("[1]", "line 1"),
-    ],
-)
-def test_a_wrong_prompts_file_is_named_by_line(tmp_path, content, words):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(content)
-    with pytest.raises(BadInput, match=words):
-        chat.read_prompts(file)
-
-
-def test_equal_prompts_count_once(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": p}) for p in ("a", "b", "a")))
-    assert [r["prompt"] for r in chat.read_prompts(file)] == ["a", "b"]
 
 
 def test_a_loop_has_few_distinct_bigrams():
