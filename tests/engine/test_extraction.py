@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_eagle import chat, conversations, paths, turns
+from kimi_eagle import chat, conversations, turns
 from kimi_eagle.extract import canary, engine, loop, verify
 from kimi_eagle.extract.configure import engine_config
 from kimi_eagle.target import describe
