@@ -4,7 +4,7 @@ import builtins
 import os
 from types import MappingProxyType
 
-from kimi_eagle.compat import wrapper
+from kimi_eagle.compat import cpu_moe, wrapper
 from kimi_eagle.compat.classes import Classes
 from kimi_eagle.compat.patch import Change, Patch, Verdict
 from kimi_eagle.compat.source import Source
@@ -230,6 +230,7 @@ PATCHES = [
             ),
         ),
     ),
+    cpu_moe.PATCH,
     Patch(
         id="vllm-deepseek-eagle3",
         package="vllm",

@@ -1,5 +1,7 @@
 """The matrix as text: the table of the README, the page with every sentence, and what is at fault in it."""
 
+from collections.abc import Sequence
+
 BACKENDS = ("connector", "hooks", "speculators")
 
 
@@ -24,8 +26,8 @@ def in_readme(text: str, rows: list[dict]) -> str:
     return f"{before}{MARKS[0]}\n\n{table(rows)}\n\n{MARKS[1]}{after}"
 
 
-def page(rows: list[dict]) -> str:
-    """The Markdown page: the table, and under it the sentence of every cell."""
+def page(rows: list[dict], without: Sequence[dict] = ()) -> str:
+    """The Markdown page: the table, under it the sentence of every cell, and what was seen with a patch off."""
     parts = [
         "# Which back end is right on which vLLM",
         "Made by `make compat`: each cell extracts 8 prompts (one longer than a step's budget) in that release's own CPU "
@@ -41,7 +43,15 @@ def page(rows: list[dict]) -> str:
             if r["vllm"] == version
         ]
         parts.append("\n".join(sentences))
+    if without:
+        parts.append("## With one patch off")
+        parts.append("\n".join(_off(r) for r in without))
     return "\n\n".join(parts) + "\n"
+
+
+def _off(row: dict) -> str:
+    seen = "as before, so it is not needed there" if row["verdict"] == "right" else row["sentence"]
+    return f"- {row['patch']}, vLLM {row['vllm']}, {row['target']}: {seen}"
 
 
 def faults(rows: list[dict]) -> list[str]:

@@ -288,3 +288,25 @@ def test_the_preload_names_are_seen_during_the_call_only(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "mine.so")
     start(None)
     assert seen[1].startswith("mine.so ") and os.environ["LD_PRELOAD"] == "mine.so"
+
+
+def test_the_experts_silu_needs_no_config_any_more():
+    """vLLM 0.20 to 0.24 on a CPU: the entry made a custom op in the forward pass, which asks for a config that is not set there."""
+    from enum import Enum
+
+    import torch
+
+    from kimi_eagle.compat import cpu_moe
+
+    Activation = Enum("Activation", ["SILU", "GELU"])
+
+    def in_the_forward_pass(x):
+        raise AssertionError("Current vLLM config is not set.")
+
+    table = {Activation.SILU: in_the_forward_pass, Activation.GELU: torch.abs}
+    x = torch.linspace(-3, 3, 16).reshape(2, 8)
+    with pytest.raises(AssertionError, match=cpu_moe.PATCH.symptom.split(": ")[1]):
+        table[Activation.SILU](x)
+    made = cpu_moe._plain_silu(table)
+    assert torch.allclose(made[Activation.SILU](x), x[:, :4] * x[:, :4].sigmoid() * x[:, 4:], atol=1e-6)
+    assert made[Activation.GELU] is torch.abs and table[Activation.SILU] is in_the_forward_pass

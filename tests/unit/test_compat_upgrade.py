@@ -70,6 +70,7 @@ def test_a_cell_is_measured_by_its_worst_row_and_never_passes_on_other_tokens_or
     import torch
     from safetensors.torch import save_file
 
+    from kimi_eagle.extract.states import FileStates
     from kimi_eagle.matrix.cell import BAR, _worst
 
     prompts = [[1, 2, 3], [4, 5]]
@@ -85,7 +86,7 @@ def test_a_cell_is_measured_by_its_worst_row_and_never_passes_on_other_tokens_or
             change(name, found)
             paths[name] = str(tmp_path / f"{name}.safetensors")
             save_file(found, paths[name])
-        return _worst(paths, prompts, tmp_path / "reference.safetensors")
+        return _worst(FileStates(paths), prompts, tmp_path / "reference.safetensors")
 
     def scale_one_row(name, found):
         if name == "1":

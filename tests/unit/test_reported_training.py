@@ -84,10 +84,10 @@ def test_an_evaluation_in_between_changes_nothing(lab, tmp_path):
     plain, between = (Trainer(settings(lab, tmp_path / name)) for name in ("a", "b"))
     row = rows.load(between.store, between.batches[0][1][0], torch.device("cpu"), torch.float32)
     before = loss_of(between, row)
-    between.evaluate()
+    between.evaluate(between.head)
     assert not between.head.training and loss_of(between, row) == before
     steps = [[t._step(*t.batches[i]) for i in range(2)] for t in (plain, between)]
-    between.evaluate()
+    between.evaluate(between.head)
     after = [t._step(*t.batches[2])["loss"] for t in (plain, between)]
     assert [s["loss"] for s in steps[0]] == [s["loss"] for s in steps[1]] and after[0] == after[1]
     assert between.head.training
@@ -156,7 +156,7 @@ def test_the_longest_row_goes_first(lab, tmp_path, monkeypatch):
         seen.append((len(row.tokens), bool(row.loss_mask.all()), trainer.step))
         return original(head, output, row, *arguments)
 
-    monkeypatch.setattr(loop, "row_loss", noted)
+    monkeypatch.setattr(trainer.parallel, "_loss", noted)
     before = [p.detach().clone() for p in trainer.head.parameters()]
     trainer._rehearse()
     assert seen == [(longest, True, 0)] and max(size for size, *_ in seen) == longest
@@ -182,7 +182,7 @@ def test_the_head_is_chosen_by_simulated_acceptance_and_not_by_loss(lab, tmp_pat
     """T70. Acceptance falls after the second evaluation while the loss goes on falling: the second head is kept."""
     lengths, weights = iter([1.5, 2.5, 2.0, 1.9]), []
 
-    def evaluate(trainer):
+    def evaluate(trainer, head):
         weights.append(trainer.head.fc.weight.detach().clone())
         return {"acceptance_length": next(lengths), "interval": [1.0, 3.0], "per_position": []}
 

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from kimi_eagle.chat import Answer, read_answers
 from kimi_eagle.cli import app
 from kimi_eagle.errors import BadInput, StageFailed
-from kimi_eagle.extract import loop, spread
+from kimi_eagle.extract import groups, loop, spread
+from kimi_eagle.extract.states import FileStates
 from kimi_eagle.hidden_store import Store
 from kimi_eagle.target import describe
 
@@ -33,7 +34,7 @@ def states_of(tokens: list[int]) -> torch.Tensor:
 def made_up_engine(folder: Path, dies_at: str = "") -> tuple[loop.Plan, SimpleNamespace]:
     """A plan, and in place of an engine a function; the process that is to run row `dies_at` first kills itself, once."""
 
-    def run(plan, engine, group, staging):
+    def run(plan, engine, group, staging, allowed):
         paths = {}
         for row in group:
             with open(folder / "asked", "a") as file:
@@ -41,20 +42,20 @@ def made_up_engine(folder: Path, dies_at: str = "") -> tuple[loop.Plan, SimpleNa
             if row.sample_id == dies_at and not (folder / "died").exists():
                 (folder / "died").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            paths[row.sample_id] = str(staging / f"{row.sample_id}.safetensors")
+            paths[row.sample_id] = str(staging.folder / f"{row.sample_id}.safetensors")
             found = {"token_ids": torch.tensor(row.token_ids), "hidden_states": states_of(row.token_ids)}
             save_file(found, paths[row.sample_id])
-        return paths
+        return FileStates(paths)
 
-    loop._run, loop.GROUP_TOKENS = run, 20
+    groups._run, groups.FIRST_GROUP_TOKENS = run, 20
     plan = loop.Plan(describe(folder / "target"), LAYERS, "hooks", "made up", "float32")
-    return plan, SimpleNamespace(call=lambda method: {"made": "up"})
+    return plan, SimpleNamespace(call=lambda method: {"made": "up"}, rpc=lambda method: [])
 
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "_run", loop._run)  # put back after the test
-    monkeypatch.setattr(loop, "GROUP_TOKENS", loop.GROUP_TOKENS)
+    for name in ("_run", "FIRST_GROUP_TOKENS"):
+        monkeypatch.setattr(groups, name, getattr(groups, name))  # put back after the test
     make_target(tmp_path / "target")
     rows = [
         Answer(
