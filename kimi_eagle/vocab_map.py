@@ -212,7 +212,9 @@ def coverage_by_kind(
     lines = [("all", [sum(n) for n in zip(*found.values(), strict=True)])]
     if kinds:
         rest = [("(other kinds)", [sum(n) for n in zip(*(n for _, n in ordered[most:]), strict=True)])]
-        lines += sorted(ordered[:most] + (rest if ordered[most:] else []), key=lambda item: -item[1][2] / max(1, item[1][1]))
+        lines += sorted(
+            ordered[:most] + (rest if ordered[most:] else []), key=lambda item: -item[1][2] / max(1, item[1][1])
+        )
     return [
         {"kind": kind, "rows": n, "tokens": tokens, "missed": missed, "coverage": 1 - missed / tokens}
         for kind, (n, tokens, missed) in lines

@@ -67,21 +67,27 @@ def trade(frame: pd.DataFrame, chosen: int) -> None:
     fig, axis = style.new()
     x = frame["pass_bytes"] / 1e6
     axis.fill_between(x, 100 * frame["relative"], 100 * frame["relative_at_most"], color=style.QUIET, alpha=0.25)
-    axis.plot(x, 100 * frame["relative_at_most"], "o--", color=style.QUIET, label="at most")
-    axis.plot(x, 100 * frame["relative"], "o-", color=style.MAIN, label="losses spread alike over what the head knows")
+    axis.plot(
+        x, 100 * frame["relative_at_most"], "o--", color=style.QUIET, label="at most: rates cut off at the coverage"
+    )
+    axis.plot(x, 100 * frame["relative"], "o-", color=style.MAIN, label="each rate times the coverage")
     axis.plot(
         x[chosen], 100 * frame["relative"][chosen], "o", markersize=13, markerfacecolor="none", color=style.OTHER,
         label=f"chosen: {chosen:,}",
     )  # fmt: skip
     for size in frame.index:
-        axis.annotate(f"{size:,}", (x[size], 100 * frame["relative"][size]), (3, -11), textcoords="offset points", fontsize=8)
+        axis.annotate(
+            f"{size:,}", (x[size], 100 * frame["relative"][size]), (3, -11), textcoords="offset points", fontsize=8
+        )
     axis.set(
         xlabel="weights that a draft pass reads for a token [MB]",
         ylabel="acceptance length [% of the\nwhole vocabulary's]",
         title="A larger draft vocabulary is read in every pass",
     )
     axis.legend(loc="lower right")
-    style.show(fig, "Acceptance length relative to the whole vocabulary against the bytes of a draft pass, by vocabulary size")
+    style.show(
+        fig, "Acceptance length relative to the whole vocabulary against the bytes of a draft pass, by vocabulary size"
+    )
 
 
 def trade_table(frame: pd.DataFrame) -> pd.DataFrame:

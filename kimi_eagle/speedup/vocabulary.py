@@ -9,7 +9,8 @@ import pandas as pd
 from kimi_eagle.speedup.published import CONSTANTS
 from kimi_eagle.speedup.sizes import draft_sizes
 
-PUBLISHED = tuple(CONSTANTS[f"acceptance_{i}"][0] for i in (1, 2, 3))  # unconditional, of a head with the whole vocabulary
+# Unconditional acceptance of a published head with the whole vocabulary.
+PUBLISHED = tuple(CONSTANTS[f"acceptance_{i}"][0] for i in (1, 2, 3))
 UNITS = {
     "draft_vocab_size": "tokens", "coverage": "share of held-out answer tokens", "lm_head_bytes": "bytes", "pass_bytes": "bytes",
     "length": "tokens per target forward", "length_at_most": "tokens per target forward",
