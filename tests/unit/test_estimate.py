@@ -63,8 +63,9 @@ def test_loads_are_those_of_the_notebooks() -> None:
         assert [role for role, _ in itertools.groupby(used)] == [*declared, *estimate.CALLED_AGAIN.get(stage, ())]
 
 
-def test_loads_where_one_engine_fits_at_a_time() -> None:
+def test_loads_where_one_engine_fits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kimi's file: one in 00 and 01, four in 02, and three and two for each of three concurrencies in 05, of 27 minutes each."""
+    monkeypatch.setenv("KIMI_EAGLE_OUTPUTS", str(tmp_path))
     given = values("kimi_k2.5_8gpu.yaml")
     found = estimate.estimate(given)
     assert found["engine_loads"] == {"00": 1, "01": 1, "02": 4, "03": 0, "04": 0, "05": 9}
