@@ -144,6 +144,12 @@ def read_answers(file: Path) -> list[Answer]:
     return [Answer(**json.loads(line)) for line in file.read_text().splitlines()[1:]]
 
 
+def kinds(answers: Path, file: Path) -> dict[str, str]:
+    """{sample_id: kind of text} of the rows in `answers` whose prompt has one in `file` (`conversations.write_kinds`)."""
+    known = json.loads(file.read_text())
+    return {a.sample_id: known[a.prompt_id] for a in read_answers(answers) if a.prompt_id in known}
+
+
 def distinct_bigram_ratio(token_ids: list[int]) -> float:
     """Distinct bigrams over bigrams: near 1 for text, near 0 for a loop (a loop inflates the acceptance length)."""
     pairs = list(itertools.pairwise(token_ids))

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from kimi_eagle import paths
+from kimi_eagle.durable import write_atomically
 from kimi_eagle.errors import BadInput, MissingCapability
 
 FILES = (".jsonl", ".json", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+KINDS = ("kind", "category", "source")  # fields that may say what kind of text a row is: the first that does
 SHAREGPT = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"} | {r: r for r in ROLES}
 
 
 def read(name: str | Path, limit: int = 0) -> list[dict[str, Any]]:
     """Rows of `name`, a file (relative to the repository or absolute) or a Hub data set owner/name[:split] (split: train).
 
-    All rows are {id, prompt}, or all are {id, messages: [{role, content, reasoning_content?, tool_calls?}], tools?}; equal
-    ones count once, an id that comes again gets its row's number behind it, `limit` (0: all) keeps the first ones. Raises
+    All rows are {id, prompt, kind?}, or all are {id, messages: [{role, content, reasoning_content?, tool_calls?}], tools?, kind?};
+    equal ones count once, an id that comes again gets its row's number behind it, `limit` (0: all) keeps the first ones. Raises
     BadInput, naming line or row, for what is none of these and where one kind follows the other; MissingCapability where
     the Hub is out of reach.
     """
@@ -38,7 +40,8 @@ def read(name: str | Path, limit: int = 0) -> list[dict[str, Any]]:
             continue
         seen.add(content)
         given = str(raw["id"] if raw.get("id") is not None else f"p{number}")
-        rows.append({"id": f"{given}.{number}" if given in ids else given, **row})
+        kind = next((raw[field] for field in KINDS if isinstance(raw.get(field), str) and raw[field].strip()), None)
+        rows.append({"id": f"{given}.{number}" if given in ids else given, **row, **({"kind": kind} if kind else {})})
         ids.add(rows[-1]["id"])
         if limit and len(rows) == limit:
             break
@@ -50,6 +53,11 @@ def read(name: str | Path, limit: int = 0) -> list[dict[str, Any]]:
 def answered(rows: list[dict[str, Any]]) -> bool:
     """True for conversations whose answers exist, False for prompts (a file holds one kind)."""
     return "messages" in rows[0]
+
+
+def write_kinds(rows: list[dict[str, Any]], file: Path) -> None:
+    """The kind of text of every row that says one, {id: kind}, as JSON in `file`."""
+    write_atomically(file, json.dumps({row["id"]: row["kind"] for row in rows if "kind" in row}).encode())
 
 
 def opening(row: dict[str, Any]) -> str:

@@ -166,7 +166,7 @@ def coverage_by_size(
 
 def _facts(target: "Target") -> dict[str, Any]:
     tokenizer = target.tokenizer
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values(), *target.stop_ids}
     return {
         "special_ids": sorted(special),
         "tokenizer_size": len(tokenizer),
@@ -192,6 +192,34 @@ def coverage_table(
             }
         )
     return table
+
+
+def coverage_by_kind(
+    made: VocabMap, rows: Iterable[Any], kinds: dict[str, str], most: int = 24
+) -> list[dict[str, Any]]:
+    """Coverage of the trained tokens of `rows` by kind of text: [{kind, rows, tokens, missed, coverage}], all rows first,
+    then the kinds, the worst covered first.
+
+    kinds: {sample_id: kind}, as `chat.kinds` reads it. Only the `most` kinds with most tokens have a line each.
+    """
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        tokens = torch.as_tensor(row.token_ids).long()[torch.as_tensor(row.loss_mask).bool()]
+        seen = (1, len(tokens), int((~made.t2d[tokens]).sum()))
+        kind = kinds.get(row.sample_id, "(none said)")
+        found[kind] = [a + b for a, b in zip(found.get(kind, (0, 0, 0)), seen, strict=True)]
+    ordered = sorted(found.items(), key=lambda item: -item[1][1])
+    lines = [("all", [sum(n) for n in zip(*found.values(), strict=True)])]
+    if kinds:
+        rest = [("(other kinds)", [sum(n) for n in zip(*(n for _, n in ordered[most:]), strict=True)])]
+        lines += sorted(
+            ordered[:most] + (rest if ordered[most:] else []), key=lambda item: -item[1][2] / max(1, item[1][1])
+        )
+    return [
+        {"kind": kind, "rows": n, "tokens": tokens, "missed": missed, "coverage": 1 - missed / tokens}
+        for kind, (n, tokens, missed) in lines
+        if tokens
+    ]
 
 
 def consistency(d2t: Tensor, t2d: Tensor | None, vocab_size: int | None = None) -> list[str]:

@@ -56,6 +56,48 @@ def coverage_table(table: Sequence[dict[str, float]]) -> pd.DataFrame:
     )
 
 
+def kind_table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """`vocab_map.coverage_by_kind` as a table, the share in percent."""
+    frame = pd.DataFrame(rows).set_index("kind")
+    return frame.assign(coverage=100 * frame["coverage"]).rename(columns={"coverage": "covered [%]"})
+
+
+def trade(frame: pd.DataFrame, chosen: int) -> None:
+    """What a draft vocabulary loses in acceptance length against what it costs in bytes, from `speedup.vocabulary.trade`."""
+    fig, axis = style.new()
+    x = frame["pass_bytes"] / 1e6
+    axis.fill_between(x, 100 * frame["relative"], 100 * frame["relative_at_most"], color=style.QUIET, alpha=0.25)
+    axis.plot(
+        x, 100 * frame["relative_at_most"], "o--", color=style.QUIET, label="at most: rates cut off at the coverage"
+    )
+    axis.plot(x, 100 * frame["relative"], "o-", color=style.MAIN, label="each rate times the coverage")
+    axis.plot(
+        x[chosen], 100 * frame["relative"][chosen], "o", markersize=13, markerfacecolor="none", color=style.OTHER,
+        label=f"chosen: {chosen:,}",
+    )  # fmt: skip
+    for size in frame.index:
+        axis.annotate(
+            f"{size:,}", (x[size], 100 * frame["relative"][size]), (3, -11), textcoords="offset points", fontsize=8
+        )
+    axis.set(
+        xlabel="weights that a draft pass reads for a token [MB]",
+        ylabel="acceptance length [% of the\nwhole vocabulary's]",
+        title="A larger draft vocabulary is read in every pass",
+    )
+    axis.legend(loc="lower right")
+    style.show(
+        fig, "Acceptance length relative to the whole vocabulary against the bytes of a draft pass, by vocabulary size"
+    )
+
+
+def trade_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same numbers as a table, bytes in MB and shares in percent."""
+    shares = ["coverage", "relative", "relative_at_most"]
+    megabytes = {name: name.replace("bytes", "MB") for name in ("lm_head_bytes", "pass_bytes")}
+    scaled = frame.assign(**100 * frame[shares], **frame[list(megabytes)] / 1e6)
+    return scaled.rename(columns=megabytes | {name: f"{name} [%]" for name in shares})
+
+
 def missed(made: VocabMap, held_out: TokenCounts, target: "Target", most: int = 12) -> pd.DataFrame:
     """The held-out answers' most frequent tokens that the draft vocabulary lacks: each occurrence is a sure rejection."""
     counts = held_out.counts * ~made.t2d

@@ -1,6 +1,9 @@
 """The estimate is arithmetic on parameters and configuration: held against the figures that are known."""
 
+import ast
+import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +25,82 @@ def test_kimis_states_take_what_arithmetic_says() -> None:
     found = estimate.estimate(values("kimi_k2.5_8gpu.yaml"))
     assert abs(found["bytes_per_token"] / (4 * 7168 * 2) - 1) < 0.01
     assert found["states_gb"] == pytest.approx(found["tokens"] * found["bytes_per_token"] / 1e9)
+    assert found["states_gb"] == pytest.approx(found["tokens"] * 57_344 / 1e9, rel=0.01)
+    assert found["tokens_that_fit"] == pytest.approx(found["disk_free_gb"] * 1e9 / 57_344, rel=0.01)
+
+
+def test_kimis_head_is_its_matrices() -> None:
+    """fc 3 x 7168 x 7168; MLA on 2 x 7168: q 1536 deep, 64 heads of 192, latent 512 + 64, values of 128; MLP of 18432; 32768 rows."""
+    q, kv = 2 * 7168 * 1536 + 1536 * 64 * 192, 2 * 7168 * (512 + 64) + 512 * 64 * (128 + 128)
+    expected = 3 * 7168 * 7168 + q + kv + 64 * 128 * 7168 + 3 * 7168 * 18432 + 32768 * 7168
+    found = estimate.estimate(values("kimi_k2.5_8gpu.yaml"))
+    assert found["head_parameters"] == expected and found["head_gb"] == pytest.approx(2 * expected / 1e9)
+
+
+def test_loads_are_those_of_the_notebooks() -> None:
+    """The engines that cells open, and in which order they use them: a change of engine is a load where one fits at a time."""
+    for stage, declared in estimate.ENGINES.items():
+        (book,) = (paths.REPOSITORY / "notebooks").glob(f"{stage}_*.ipynb")
+        cells = [c for c in json.loads(book.read_text())["cells"] if c["cell_type"] == "code"]
+        text = "\n".join("".join(c["source"]) for c in cells)
+        if stage in ("00", "01"):  # one function opens its engines and ends them
+            assert (
+                text.count({"00": "serving.known_answer(", "01": "capture.capture_all("}[stage]) == len(declared) == 1
+            )
+            continue
+        assert "known_answer(" not in text and "capture_all(" not in text
+        tree, opened = ast.parse(text), {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("session."):
+                call = ast.unparse(node.value)
+                if call.startswith(("session.open_engine", "session.start")):
+                    opened[node.targets[0].id] = next(
+                        (r for r in ("plain", "extract") if f"'{r}'" in call), "speculative"
+                    )
+        assert text.count("session.open_engine(") + text.count("session.start(") == len(opened) == len(declared)
+        names = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in opened]
+        used = [opened[n.id] for n in sorted(names, key=lambda n: (n.lineno, n.col_offset))]
+        assert [role for role, _ in itertools.groupby(used)] == [*declared, *estimate.CALLED_AGAIN.get(stage, ())]
+
+
+def test_loads_where_one_engine_fits_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi's file: one in 00 and 01, four in 02, and three and two for each of three concurrencies in 05, of 27 minutes each."""
+    monkeypatch.setenv("KIMI_EAGLE_OUTPUTS", str(tmp_path))
+    given = values("kimi_k2.5_8gpu.yaml")
+    found = estimate.estimate(given)
+    assert found["engine_loads"] == {"00": 1, "01": 1, "02": 4, "03": 0, "04": 0, "05": 9}
+    assert "15 in all (27 minutes each, 405 in all)" in estimate.text(found)
+    apart = estimate.engine_loads(given | {"engines_together": True, "profile_graphs": [True, False]})
+    assert apart == {"00": 1, "01": 2, "02": 2, "03": 0, "04": 0, "05": 3}
+
+
+def test_hours_are_those_of_an_earlier_run_of_the_same_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KIMI_EAGLE_OUTPUTS", str(tmp_path))
+    given = values("smollm2_cpu.yaml")
+    nothing = estimate.estimate(given)
+    assert nothing["extraction_hours"] is nothing["load_minutes"] is None
+    assert "no rate measured yet" in estimate.text(nothing) and "no load timed yet" in estimate.text(nothing)
+
+    def run(name: str, speed: object, age: float, **changed: object) -> None:
+        store = tmp_path / name / "02_extract_hidden_states" / "states" / "key" / "train"
+        store.mkdir(parents=True)
+        (tmp_path / name / "logs").mkdir()
+        (tmp_path / name / "logs" / "02.log").write_text("engine 9b7ac5ec488e: ready after 90 s\nengine is ready\n")
+        manifest = {"target": {"name": "smollm2"}, "hidden_size": 576, "dtype": "float32"} | changed
+        (store / "manifest.json").write_text(json.dumps(manifest))
+        (store / "speed.json").write_text(json.dumps(speed))
+        os.utime(store / "speed.json", (age, age))
+
+    run("old", {"tokens_per_second": 5.0}, 1e9)
+    run("new", {"tokens_per_second": 100.0}, 2e9)
+    run("other-target", {"tokens_per_second": 7.0}, 3e9, target={"name": "tiny-kimi"})
+    run("other-dtype", {"tokens_per_second": 7.0}, 3e9, dtype="bfloat16")
+    run("other-width", {"tokens_per_second": 7.0}, 3e9, hidden_size=64)
+    run("torn", [], 3e9)
+    found = estimate.estimate(given)
+    assert found["tokens_per_second"] == 100 and found["load_minutes"] == 1.5
+    assert found["extraction_hours"] == pytest.approx(found["tokens"] / 100 / 3600)
+    assert "hours at 100 tokens/s" in estimate.text(found)
 
 
 def test_the_head_has_the_size_of_its_matrices(tmp_path: Path) -> None:
