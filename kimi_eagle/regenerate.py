@@ -1,12 +1,10 @@
 """Conversations in, the same ones with the target's own answers out, turn by turn, with the token ids as it produced them.
 
-Each answer is asked for with the ids of all that comes before it, rendered anew by the target's chat template as serving does.
-Where that rendering begins with the ids so far, prompt and answer alike, the row goes on; where the template says it otherwise
-(earlier reasoning left out, say) the row is closed and another begins, in which the later answers are trained. So every answer
-is trained once, behind exactly the tokens that the target saw, and nothing is tokenised from text.
-
-An assistant turn that calls tools stays as it is given: the tool's turn after it answers just that call. An answer that is cut
-at `max_tokens` ends its conversation. Engine and server are asked alike, by a `Source`.
+Each answer is asked for behind all that comes before it, rendered anew by the target's chat template as serving does. Where
+that begins with the ids so far, answer included, the row goes on; where the template says it otherwise (earlier reasoning left
+out, say) the row is closed and another begins for the later answers. So every answer is trained once, behind exactly the tokens
+that the target saw, and no answer is tokenised from text. A turn that calls tools stays as given: the tool's turn after it
+answers just that call. An answer that is cut at the limit ends its conversation.
 """
 
 import json
@@ -30,10 +28,6 @@ FAILED_LIMIT = 0.02  # share of rows without answers above which the command fai
 GROUP = 128  # conversations that an engine of ours answers together, each group written as a whole
 TRIES = 4  # invented prompts asked for, as a multiple of those wanted
 BEGINNING = b'{"id": '  # of every line written here, so that one that a kill tore is told from another's file
-
-Talk = Generator[
-    dict[str, Any], dict[str, Any], list[dict[str, Any]]
-]  # asks {prompt_token_ids, seed}; ends in its lines
 
 
 @dataclass(frozen=True)
@@ -127,49 +121,52 @@ def kept(out: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]
     return found
 
 
-def _conversation(renderer: Renderer, row: dict[str, Any], key: str, settings: dict[str, Any], limit: int) -> Talk:
-    """Asks for each answer of a row in turn; Refused (the reason) where one is not to be had."""
-    given, tools = row.get("messages") or [{"role": "user", "content": row["prompt"]}], row.get("tools")
+def _conversation(renderer: Renderer, row: dict[str, Any], key: str, settings: dict[str, Any], limit: int) -> Generator:
+    """Asks for each answer of a row in turn and ends in its lines; Refused (the reason) where one is not to be had."""
+
+    def line() -> dict[str, Any]:
+        own = {"token_ids": ids, "spans": spans, "tokenizer": renderer.target.tokenizer_sha256} if whole else {}
+        name = f"{row['id']}.{len(lines) + 1}" if lines else row["id"]
+        return {"id": name, "messages": messages[:until], **tools, **own, "finish_reason": finish}
+
+    given, tools = row.get("messages") or [{"role": "user", "content": row["prompt"]}], {}
+    if row.get("tools"):
+        tools = {"tools": row["tools"]}
     if given[-1]["role"] != "assistant":
         given = [*given, {"role": "assistant"}]
-    messages, lines, ids, spans, until, whole = [], [], [], [], 0, True
+    messages, lines, ids, spans, until, whole, finish = [], [], [], [], 0, True, ""
+    longest = settings["answer_tokens"]
     for turn in given:
         if turn["role"] != "assistant" or turn.get("tool_calls"):
             messages.append(turn)
             continue
-        asked = renderer.ids(messages, tools, prompt=True)
-        if limit and len(asked) + settings["answer_tokens"] > limit:
-            raise Refused(
-                f"{len(asked)} tokens before an answer of {settings['max_tokens']} are over the {limit} allowed"
-            )
+        asked = renderer.ids(messages, row.get("tools"), prompt=True)
+        if limit and len(asked) + longest > limit:
+            raise Refused(f"{len(asked)} tokens before an answer of {longest} are over the {limit} allowed")
         result = yield {"prompt_token_ids": asked, "seed": seed_of(settings["seed"], f"{key}.{len(messages)}")}
-        if ids and asked[: len(ids)] != ids:
-            lines.append(_line(row, messages[:until], ids, spans, renderer, "stop"))
+        if asked[: len(ids)] != ids:
+            lines.append(line())
             spans = []
-        ids = asked + _said(result)
+        ids = asked + result["token_ids"]
         spans.append((len(asked), len(ids)))
-        answer, bare = _answer(renderer, asked, result["token_ids"], settings["reasoning"] == "keep")
-        whole = whole and bare
+        answer, complete = _answer(renderer, asked, result["token_ids"], settings["reasoning"] == "keep")
         messages.append(answer)
-        until, finish = len(messages), result["finish_reason"]
+        until, whole, finish = len(messages), whole and complete, result["finish_reason"] or "length"
         if finish == "length":
             break
     if not spans:
         raise Refused("no turn of it is to be answered")
-    lines.append(_line(row, messages[:until], ids, spans, renderer, finish))
-    if not whole:  # the ids hold the reasoning that is not wanted, and lines without ids are masked whole
-        return [
-            {k: v for k, v in lines[-1].items() if k not in ("token_ids", "spans", "tokenizer")} | {"id": row["id"]}
-        ]
-    return [line | ({"id": f"{row['id']}.{part}"} if part > 1 else {}) for part, line in enumerate(lines, 1)]
+    if not whole:  # the ids hold the reasoning that is not wanted; a line without them holds every answer
+        lines = []
+    return [*lines, line()]
 
 
-def _user_turn(target: Target, opening: list[int], name: str, settings: dict[str, Any]) -> Talk:
+def _user_turn(target: Target, opening: list[int], name: str, settings: dict[str, Any]) -> Generator:
     """Asks for one user turn; Refused where it is not one."""
     result = yield {"prompt_token_ids": opening, "seed": seed_of(settings["seed"], name)}
-    said = [i for i in _said(result) if i not in target.stop_ids]
-    if result["finish_reason"] == "length":
-        raise Refused(f"not ended within {settings['max_tokens']} tokens")
+    said = [i for i in result["token_ids"] if i not in target.stop_ids]
+    if result["finish_reason"] != "stop":
+        raise Refused(f"not ended within {settings['answer_tokens']} tokens")
     if set(said) & set(target.tokenizer.all_special_ids):
         raise Refused("special tokens within")
     if distinct_bigram_ratio(said) < settings["distinct"]:
@@ -177,12 +174,6 @@ def _user_turn(target: Target, opening: list[int], name: str, settings: dict[str
     if not (text := target.tokenizer.decode(said).strip()):
         raise Refused("empty")
     return [{"id": name, "prompt": text}]
-
-
-def _said(result: dict[str, Any]) -> list[int]:
-    if "error" in result:
-        raise Refused(result["error"])
-    return list(result["token_ids"])
 
 
 def _answer(renderer: Renderer, asked: list[int], said: list[int], keep: bool) -> tuple[dict[str, Any], bool]:
@@ -204,16 +195,8 @@ def _answer(renderer: Renderer, asked: list[int], said: list[int], keep: bool) -
     return (answer | {"reasoning_content": reasoning} if keep and reasoning else answer), keep
 
 
-def _line(
-    row: dict[str, Any], messages: list[dict], ids: list[int], spans: list, renderer: Renderer, finish: str
-) -> dict[str, Any]:
-    tools = {"tools": row["tools"]} if "tools" in row else {}
-    own = {"token_ids": ids, "spans": spans, "tokenizer": renderer.target.tokenizer_sha256}
-    return {"id": row["id"], "messages": list(messages), **tools, **own, "finish_reason": finish}
-
-
 def _finished(
-    talks: dict[str, Talk], source: Source, settings: dict[str, Any]
+    talks: dict[str, Generator], source: Source, settings: dict[str, Any]
 ) -> Iterator[tuple[str, list[dict[str, Any]] | str]]:
     """(name, its lines or why there are none) of every talk, as they are through."""
     from tqdm import tqdm
@@ -222,16 +205,15 @@ def _finished(
     pool, lock, several = ThreadPoolExecutor(source.workers), Lock(), list(talks.items())
     try:
         groups = [dict(several[i : i + source.group]) for i in range(0, len(several), source.group)]
-        calls = [pool.submit(_together, group, ask, lock) for group in groups]
         with tqdm(total=len(talks), desc="answers", unit="row", mininterval=5, delay=5) as bar:
-            for call in as_completed(calls):
+            for call in as_completed(pool.submit(_together, group, ask, lock) for group in groups):
                 yield from call.result().items()
                 bar.update(len(call.result()))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _together(talks: dict[str, Talk], ask: Callable[..., list[dict]], lock: Lock) -> dict[str, list[dict] | str]:
+def _together(talks: dict[str, Generator], ask: Callable[..., list[dict]], lock: Lock) -> dict[str, list[dict] | str]:
     """Bring talks to their ends, turn by turn, with one call a turn. The lock is for what they share: the tokenizer."""
     found: dict[str, list[dict] | str] = {}
     results: dict[str, Any] = dict.fromkeys(talks)
@@ -239,6 +221,8 @@ def _together(talks: dict[str, Talk], ask: Callable[..., list[dict]], lock: Lock
         requests = []
         for name, result in results.items():
             try:
+                if result and "error" in result:
+                    raise Refused(result["error"])
                 with lock:
                     requests.append({"id": name, **talks[name].send(result)})
             except StopIteration as end:
@@ -264,6 +248,5 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _difference(there: dict[str, Any], wanted: dict[str, Any]) -> str:
     name = next(k for k in [*wanted, *there] if there.get(k) != wanted.get(k))
-    if name == "target":
-        return "another target's answers; name another file"
-    return f"{name} {there.get(name)}, not {wanted.get(name)}; name another file, or give the same"
+    values = "another" if name == "target" else f"{there.get(name)} instead of {wanted.get(name)}"
+    return f"{name} {values}; name another file, or give the same"

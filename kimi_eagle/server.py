@@ -11,9 +11,8 @@ from kimi_eagle.chat import render_chat
 from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.target import Target
 
-GIVE_IDS = {"return_token_ids": True}
-# A server takes what a request leaves open from the checkpoint's generation_config; our engines sample without any of it.
-PLAIN = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# Ids, and sampling as in our engines: what a request leaves open a server takes from the checkpoint's generation_config.
+EXTRA = {"return_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class Server:
@@ -52,7 +51,7 @@ class Server:
         try:
             found = self.client.completions.create(
                 model=self.model, prompt=request["prompt_token_ids"], seed=request["seed"], top_p=1.0,
-                extra_body=GIVE_IDS | PLAIN, **options,
+                extra_body=EXTRA, **options,
             )  # fmt: skip
             choice = found.choices[0]
         except self.api.APITimeoutError:
@@ -73,7 +72,7 @@ class Server:
         card = client.models.list().data[0]
         asked = [{"role": "user", "content": "Hello"}]
         found = client.chat.completions.create(
-            model=card.id, messages=asked, max_tokens=1, temperature=0, extra_body=GIVE_IDS
+            model=card.id, messages=asked, max_tokens=1, temperature=0, extra_body=EXTRA
         )
         rendered = _extra(found, "prompt_token_ids")
         if not isinstance(rendered, list) or not isinstance(_extra(found.choices[0], "token_ids"), list):
