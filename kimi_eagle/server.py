@@ -92,4 +92,4 @@ def _extra(answer: Any, name: str) -> Any:
 
 
 def _status(error: Any) -> str:
-    return f"it answers {error.status_code} ({' '.join(str(error.message).split())[:160]})"
+    return " ".join(str(error.message).split())[:160]
