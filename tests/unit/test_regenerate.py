@@ -1,5 +1,6 @@
 """The target's own answers, from a small real HTTP server: ids kept, failures, resume after a kill, and servers that are refused."""
 
+import io
 import json
 import os
 import signal
@@ -7,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from test_reported_conversations import LATEST, OPENER, kimi
 
-from kimi_eagle import conversations, regenerate, turns
+from kimi_eagle import cli, conversations, regenerate, turns
 from kimi_eagle.chat import render_chat, seed_of
 from kimi_eagle.errors import BadInput, MissingCapability
 from kimi_eagle.server import Server
@@ -95,10 +97,14 @@ def prompts(count: int) -> list[dict]:
 
 
 def call(*words: object, code: int) -> str:
-    command = [sys.executable, "-m", "kimi_eagle.cli", "regenerate", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    """The command in this process (a new one takes seconds to import what it needs); what it says, on both streams."""
+    said_ = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said_), redirect_stderr(said_):
+        patch.setattr(sys, "argv", ["kimi-eagle", "regenerate", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert (end.value.code or 0) == code, said_.getvalue()
+    return said_.getvalue()
 
 
 def test_the_ids_of_the_server_reach_the_extraction_as_they_are(server, target, tmp_path):
@@ -307,7 +313,15 @@ def test_rows_with_damaged_or_foreign_ids_are_named(server, target, tmp_path):
 
 def test_the_target_makes_up_prompts_from_its_own_opener(server, target, tmp_path):
     out, encode = tmp_path / "own.jsonl", target.tokenizer.encode
-    turns_ = ["one two three", "one two three", "na na na na na na na na na", "cut", "<|im_user|>user", " ", "last of all"]
+    turns_ = [
+        "one two three",
+        "one two three",
+        "na na na na na na na na na",
+        "cut",
+        "<|im_user|>user",
+        " ",
+        "last of all",
+    ]
     server.say = lambda asked: (
         [*encode(turns_[min(len(server.asked), 7) - 1] + ("" if len(server.asked) < 8 else f" {len(server.asked)}")), 1794],
         "length" if len(server.asked) == 4 else "stop",
