@@ -112,13 +112,15 @@ def test_other_layers_get_another_store():
 
 
 def test_regenerated_turns_are_the_engines_tokens_and_are_taken_as_they_are(plain, tmp_path):
-    """Both answers of a conversation are what the engine says to the ids before them, and reach the rows unchanged."""
+    """Every answer is what the engine says to the ids before it, and reaches the rows unchanged."""
     given = [{"role": role, "content": "Two and two?"} for role in ("user", "assistant", "user")]
-    talks = [{"id": "talk", "messages": given}, {"id": "other", "messages": given[:1]}]
+    talks = [{"id": "talk", "messages": given}, {"id": "other", "prompt": "Name three."}]
     made = {"target": KIMI.identity(), "answer_tokens": 6, "temperature": 0.0, "seed": 0, "reasoning": "keep"}
     out, source = tmp_path / "out.jsonl", regenerate.Source(plain.generate, 256, 2, 1)
     assert regenerate.regenerate(KIMI, talks, out, source, made) == {}
-    for answer in turns.prepare(KIMI, conversations.read(out), 0.0, 256, 6).answers:
+    answers = turns.prepare(KIMI, conversations.read(out), 0.0, 256, 6).answers
+    assert {a.prompt_id for a in answers} == {"talk", "other"}
+    for answer in answers:
         for begin, end in answer.spans:
             request = {"id": "again", "prompt_token_ids": answer.token_ids[:begin]}
             (again,) = plain.generate([request], max_tokens=6)
