@@ -122,7 +122,7 @@ def answer_prompts(
     for begin in range(0, len(missing), group):
         names = missing[begin : begin + group]
         requests = [
-            {"id": name, "prompt_token_ids": wanted[name][0].token_ids, "seed": _seed(seed, name)} for name in names
+            {"id": name, "prompt_token_ids": wanted[name][0].token_ids, "seed": seed_of(seed, name)} for name in names
         ]
         results = engine.generate(requests, max_tokens=answer_tokens, temperature=temperature)
         with open(file, "a") as out:
@@ -156,6 +156,11 @@ def distinct_bigram_ratio(token_ids: list[int]) -> float:
     return len(set(pairs)) / len(pairs) if pairs else 1.0
 
 
+def seed_of(seed: int, name: str) -> int:
+    """A sample's own seed (31 bits), from the run's and its name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "big") >> 1
+
+
 def digest(row: list) -> str:
     """Short digest of a row's tokens (and spans), part of its sample id."""
     return hashlib.sha256(json.dumps(row).encode()).hexdigest()[:6]
@@ -180,7 +185,3 @@ def _resume(file: Path, header: dict[str, Any]) -> list[Answer]:
         whole.append(line)
     write_atomically(file, b"\n".join(whole) + b"\n")
     return found
-
-
-def _seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "big") >> 1

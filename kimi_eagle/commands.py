@@ -1,7 +1,7 @@
-"""Verbs on stores and heads: check (with repair), extract and export. Everything heavy is imported when a verb is called."""
+"""Verbs on stores, heads and data: check (with repair), extract, export and regenerate. Everything heavy is imported when a verb is called."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -77,6 +77,71 @@ def extract(
         part, parts = spread.shard_of(shard)
         held = spread.extract_part(*spread.opened(values), answers, states, part, parts)
     print(f"{held} rows are stored")
+
+
+@app.command()
+def regenerate(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="[DATA] OUT", help="prompts or conversations; .jsonl to write")
+    ],
+    target_name: Annotated[str, typer.Option("--target", help="who answers; default: the parameter file's")] = "",
+    server: Annotated[str, typer.Option(help="its running server, http://host:port/v1; default: an engine here")] = "",
+    params: Annotated[Path | None, typer.Option(help="parameter file, for the engine and what is not given")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="longest answer; default: answer_tokens")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="default: the parameter")] = None,
+    seed: Annotated[int | None, typer.Option(help="default: the parameter")] = None,
+    reasoning: Annotated[Literal["keep", "drop"], typer.Option(help="keep it in its field, or drop it")] = "keep",
+    limit: Annotated[int, typer.Option(min=0, help="rows to take from DATA's start; 0: all")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests to a server at once")] = 32,
+    count: Annotated[int, typer.Option("--invent", min=0, help="no DATA: let the target make up so many prompts")] = 0,
+    distinct: Annotated[float, typer.Option(help="least share of distinct bigrams in an invented prompt")] = 0.5,
+) -> None:
+    """Let the target answer prompts and conversations itself, turn by turn, or make up the prompts; run it again to go on."""
+    from kimi_eagle import conversations
+    from kimi_eagle import regenerate as module
+    from kimi_eagle.target import describe
+
+    *data, out = files
+    if len(data) != (0 if count else 1):
+        raise BadInput("regenerate: give DATA and OUT, or --invent N and OUT alone.")
+    if not (target_name or params):
+        raise BadInput("regenerate: give --target, or --params with one.")
+    values = values_of(params)
+    rows = conversations.read(data[0], limit) if data else []
+    target = describe(target_name or values["target"])
+    given = {"answer_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    values |= {name: value for name, value in given.items() if value is not None}
+    more = {"distinct": distinct} if count else {"reasoning": reasoning}
+    settings = {"target": target.identity(), **{name: values[name] for name in given}, **more}
+    module.kept(out, settings)  # another's file is refused before anything loads
+    if server:
+        from kimi_eagle.server import Server
+
+        found = Server(server, target)
+        source = module.Source(found.generate, found.limit, 1, concurrency)
+    else:
+        from types import SimpleNamespace
+
+        from kimi_eagle.extract import session
+
+        engine = session.open_engine(SimpleNamespace(**values), target, "plain")
+        longest = target.text_config.get("max_position_embeddings") or values["max_model_len"]
+        source = module.Source(engine.generate, min(longest, values["max_model_len"]), module.GROUP, 1)
+    if count:
+        held, dropped = module.invent(target, count, out, source, settings)
+        print(f"{held} prompts in {out.name}", *(f"dropped, {why}: {n}" for why, n in dropped.items()), sep="\n")
+        bad = held < count
+    else:
+        failed = module.regenerate(target, rows, out, source, settings)
+        print(f"{len(rows) - len(failed)} of {len(rows)} rows are answered in {out.name}")
+        for name, why in list(failed.items())[:3]:
+            print(f"failed, {name}: {why}")
+        bad = len(failed) == len(rows) or len(failed) > max(1, module.FAILED_LIMIT * len(rows))
+    if bad:
+        print(
+            "too few: " + ("run with other settings." if count else f"{out.stem}.failed.jsonl says why; run it again.")
+        )
+        raise typer.Exit(1)
 
 
 def values_of(file: Path | None) -> dict:

@@ -23,10 +23,10 @@ SHAREGPT = {"human": "user", "gpt": "assistant", "function": "tool", "observatio
 def read(name: str | Path, limit: int = 0) -> list[dict[str, Any]]:
     """Rows of `name`, a file (relative to the repository or absolute) or a Hub data set owner/name[:split] (split: train).
 
-    All rows are {id, prompt, kind?}, or all are {id, messages: [{role, content, reasoning_content?, tool_calls?}], tools?, kind?};
-    equal ones count once, an id that comes again gets its row's number behind it, `limit` (0: all) keeps the first ones. Raises
-    BadInput, naming line or row, for what is none of these and where one kind follows the other; MissingCapability where
-    the Hub is out of reach.
+    All rows are {id, prompt, kind?}, or all are {id, messages: [{role, content, reasoning_content?, tool_calls?}], tools?, kind?}
+    (with token_ids, spans and tokenizer where `kimi-eagle regenerate` made the answers); equal ones count once, an id that comes
+    again gets its row's number behind it, `limit` (0: all) keeps the first ones. Raises BadInput, naming line or row, for
+    what is none of these and where one kind follows the other; MissingCapability where the Hub is out of reach.
     """
     rows: list[dict[str, Any]] = []
     seen, ids = set(), set()
@@ -175,6 +175,16 @@ def _row(raw: dict[str, Any], place: str) -> dict[str, Any]:
             raise BadInput(f"{place}: its tools are not JSON.") from None
     if tools:
         row["tools"] = tools
+    if raw.get("token_ids") and raw.get("tokenizer"):  # a row of `kimi-eagle regenerate`
+        ids, spans = raw["token_ids"], raw.get("spans")
+        try:
+            ends = [0, *(end for begin, end in spans for end in (begin, end)), len(ids)]
+            whole = bool(spans) and ends == sorted(ends) and all(type(i) is int and i >= 0 for i in [*ids, *ends])
+        except (TypeError, ValueError):
+            whole = False
+        if not whole:
+            raise BadInput(f"{place}: its token_ids or spans are damaged; take them out, or regenerate the row.")
+        row |= {"token_ids": ids, "spans": spans, "tokenizer": raw["tokenizer"]}
     return row
 
 

@@ -12,6 +12,8 @@ A turn for which it cannot be shown is left out of the mask and counted, never g
 
 An empty think block that the template puts before an answer given without reasoning is not trained on: the data do not say
 that the target emitted it. One that the data hold is. What the template inserts is seen in two renderings of other contents.
+
+A row that holds the ids of the target's own answers (`kimi-eagle regenerate`) is not rendered: those ids and spans are used.
 """
 
 import json
@@ -38,6 +40,7 @@ ENDING = "no token that ends an answer closes it"
 REWRITTEN = "the template renders it otherwise once later turns follow"
 DROPPED = "the template leaves its reasoning out"
 DOUBLED = "a think block of its own follows one that the template inserts"
+FOREIGN = "its token ids are another tokenizer's"
 UNKNOWN = "what the template inserts before it is not clear"
 
 
@@ -59,27 +62,41 @@ class Renderer:
     """Renders conversations by a target's chat template and finds the tokens of its answers."""
 
     def __init__(self, target: Target):
-        self.tokenizer, self.stops = target.tokenizer, target.stop_ids
+        self.target, self.tokenizer, self.stops = target, target.tokenizer, target.stop_ids
         self.thinks = "</think>" in str(self.tokenizer.chat_template)
 
     def render(self, row: dict[str, Any]) -> Rendered:
-        """The rendering of {messages, tools?}; Refused where there is no answer or the template does not take it."""
+        """The rendering of {messages, tools?}, or the ids that the row holds; Refused where there is no answer or the template does not take it."""
         messages, tools = row["messages"], row.get("tools")
         places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if not places:
             raise Refused("it has no answer")
+        if "token_ids" in row:
+            if row["tokenizer"] != self.target.tokenizer_sha256:
+                raise Refused(FOREIGN)
+            return Rendered(row["token_ids"], row["spans"], self.ids(messages[: places[0]], tools, prompt=True))
         messages = messages[: places[-1] + 1]  # turns after the last answer hold no label, and may change it
-        whole = self._ids(messages, tools)
-        begin = self._ids(messages[: places[0]], tools, prompt=True)
+        whole = self.ids(messages, tools)
+        begin = self.ids(messages[: places[0]], tools, prompt=True)
         spans, left_out = [], []
         for k in places:
             try:
-                asked = begin if k == places[0] else self._ids(messages[:k], tools, prompt=True)
-                said = whole if k == places[-1] else self._ids(messages[: k + 1], tools)
+                asked = begin if k == places[0] else self.ids(messages[:k], tools, prompt=True)
+                said = whole if k == places[-1] else self.ids(messages[: k + 1], tools)
                 spans.append(self._span(messages[: k + 1], tools, asked, said, whole))
             except Refused as reason:
                 left_out.append((k + 1, str(reason)))
         return Rendered(whole, spans, begin, left_out)
+
+    def ids(self, messages: list[dict], tools: Any, prompt: bool = False) -> list[int]:
+        """Token ids of a conversation, up to where the next answer begins (`prompt`); Refused where the template does not take it."""
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=prompt, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # a template is the checkpoint's own program: it may raise anything
+            raise Refused(f"the chat template does not take it ({type(error).__name__}: {str(error)[:80]})") from None
+        return [int(i) for i in rendered["input_ids"]]
 
     def _span(
         self, messages: list[dict], tools: Any, asked: list[int], said: list[int], whole: list[int]
@@ -95,7 +112,7 @@ class Renderer:
         if said[:end] != whole[:end]:
             raise Refused(REWRITTEN)
         reasoning, bare = _parts(turn)
-        absorbed = reasoning is not None and any(self._ids([*before, b], tools) == said for b in bare)
+        absorbed = reasoning is not None and any(self.ids([*before, b], tools) == said for b in bare)
         if reasoning and absorbed:
             raise Refused(DROPPED)
         inserted = self._inserted(before, bare[0], tools, begin) if self.thinks else []
@@ -110,19 +127,10 @@ class Renderer:
 
     def _inserted(self, before: list[dict], bare: dict, tools: Any, begin: int) -> list[int]:
         """The ids of the empty think block (or its end, after an opener in the prompt) that the template puts before an answer."""
-        one, other = (self._ids([*before, {**bare, "content": probe}], tools)[begin:] for probe in PROBES)
+        one, other = (self.ids([*before, {**bare, "content": probe}], tools)[begin:] for probe in PROBES)
         shared = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
         text = "".join(self.tokenizer.decode(one[:shared]).split())
         return one[:shared] if text in ("<think></think>", "</think>") else []
-
-    def _ids(self, messages: list[dict], tools: Any, prompt: bool = False) -> list[int]:
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=prompt, tokenize=True, return_dict=True
-            )
-        except Exception as error:  # a template is the checkpoint's own program: it may raise anything
-            raise Refused(f"the chat template does not take it ({type(error).__name__}: {str(error)[:80]})") from None
-        return [int(i) for i in rendered["input_ids"]]
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,7 @@ def prepare(
         made.answers.append(
             Answer(
                 name, row["id"], split, ids, len(found.opening),
-                "length" if cut and spans[-1][1] == limit else "stop", spans,
+                "stop" if ids[spans[-1][1] - 1] in target.stop_ids else "length", spans,
             )
         )  # fmt: skip
         if text not in asked and len(found.opening) <= max_model_len - answer_tokens:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kimi_eagle import chat, conversations, turns
+from kimi_eagle import chat, conversations, regenerate, turns
 from kimi_eagle.extract import canary, engine, loop, verify
 from kimi_eagle.extract.configure import engine_config
 from kimi_eagle.target import describe
@@ -109,3 +109,19 @@ def test_log_probs_from_states_equal_a_plain_softmax():
 
 def test_other_layers_get_another_store():
     assert plan_of("hooks").key != loop.Plan(KIMI, [1, 4, 5, 8], "hooks", "", "float32").key
+
+
+def test_regenerated_turns_are_the_engines_tokens_and_are_taken_as_they_are(plain, tmp_path):
+    """Every answer is what the engine says to the ids before it, and reaches the rows unchanged."""
+    given = [{"role": role, "content": "Two and two?"} for role in ("user", "assistant", "user")]
+    talks = [{"id": "talk", "messages": given}, {"id": "other", "prompt": "Name three."}]
+    made = {"target": KIMI.identity(), "answer_tokens": 6, "temperature": 0.0, "seed": 0, "reasoning": "keep"}
+    out, source = tmp_path / "out.jsonl", regenerate.Source(plain.generate, 256, 2, 1)
+    assert regenerate.regenerate(KIMI, talks, out, source, made) == {}
+    answers = turns.prepare(KIMI, conversations.read(out), 0.0, 256, 6).answers
+    assert {a.prompt_id for a in answers} == {"talk", "other"}
+    for answer in answers:
+        for begin, end in answer.spans:
+            request = {"id": "again", "prompt_token_ids": answer.token_ids[:begin]}
+            (again,) = plain.generate([request], max_tokens=6)
+            assert answer.token_ids[begin:end] == again["token_ids"] and len(again["token_ids"]) > 0

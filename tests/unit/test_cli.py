@@ -12,7 +12,20 @@ import toy_notebooks
 
 from kimi_eagle import paths
 
-VERBS = {"doctor", "locate", "compat", "rehearse", "target", "estimate", "params", "run", "engine", "check", "report"}
+VERBS = {
+    "doctor",
+    "locate",
+    "compat",
+    "rehearse",
+    "target",
+    "estimate",
+    "params",
+    "run",
+    "engine",
+    "check",
+    "report",
+    "regenerate",
+}
 
 
 @pytest.fixture(autouse=True)
