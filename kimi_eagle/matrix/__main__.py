@@ -85,7 +85,7 @@ def _release(known: releases.Release, rows: list[dict], options: argparse.Namesp
 
 def _without(known: releases.Release, patch: str) -> bool:
     """Run the hooks' cells with a patch off, note what happens; whether one of them differs from the patch's symptom."""
-    symptom = next(p.symptom for p in registry.patches() if p.id == patch).removeprefix("silent: ")
+    symptom = next(p.symptom for p in registry.patches() if p.id == patch).split("Error: ")[-1].removesuffix(".")
     python, noted, odd = releases.build(known), _read("without"), False
     for target in reference.TARGETS:
         work = reference.prepare(target, paths.cache() / "matrix")
