@@ -120,10 +120,8 @@ def test_samples_that_raise_stop_the_run_above_the_limit_only(tmp_path, monkeypa
     engine = FakeEngine(failing(*(f"s{i:04d}" for i in range(60))))
     with pytest.raises(StageFailed, match="4 rows have no usable states"):
         loop.extract(PLAN, engine, rows(60), tmp_path / "all")
-    sizes = [len(call) for call in engine.calls]
-    assert sorted(n for n in sizes if n > 1) == [20, 40] and 4 <= sizes.count(1) <= 8, (
-        "over the limit no more rows are asked for"
-    )
+    singles = sum(len(call) == 1 for call in engine.calls)  # of the first group, and of the second if it had begun
+    assert 4 <= singles <= 8, "over the limit no more rows are asked for"
 
 
 def test_an_engine_whose_workers_are_gone_ends_the_run_at_once(tmp_path):
