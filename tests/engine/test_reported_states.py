@@ -77,7 +77,7 @@ def reached_out(tmp_path_factory):
     patch.undo()
 
 
-@pytest.fixture(scope="module", params=[kimi, llama])
+@pytest.fixture(scope="module", params=[kimi, pytest.param(llama, marks=pytest.mark.long)])
 def target(request, tmp_path_factory):
     return request.param(tmp_path_factory.mktemp("target") / request.param.__name__)
 

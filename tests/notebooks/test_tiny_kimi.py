@@ -12,7 +12,7 @@ import pytest
 from kimi_eagle import paths
 from kimi_eagle.notebook import parameters, plan, publish, report
 
-MINUTES = 15
+MINUTES = 25  # beside the engine tests, on two cores
 
 
 @pytest.fixture(scope="module")
