@@ -148,17 +148,18 @@ class Recorder:
         """No more steps: the path of the file, whose index follows."""
         if not self._closed:
             self._closed = True
-            threading.Thread(target=self._write_index, daemon=True).start()
+            # Listed here: the next call's first step turns the buffers, while the thread still waits.
+            copies = [event for event in self.memory.copied if event is not None]
+            threading.Thread(target=self._write_index, args=(copies,), daemon=True).start()
         return self.path
 
-    def _write_index(self) -> None:
+    def _write_index(self, copies: list) -> None:
         import torch
         from safetensors.torch import save_file
 
         try:
-            for event in self.memory.copied:
-                if event is not None:
-                    event.synchronize()
+            for event in copies:
+                event.synchronize()
             numbers = torch.cat([*self.numbers, torch.empty((2, 0), dtype=torch.int32)], dim=1)
         except Exception as error:
             self.error, numbers = f"{type(error).__name__}: {error}", torch.empty((2, 0), dtype=torch.int32)

@@ -25,7 +25,7 @@ UNFINISHED = re.compile(
 )
 # Folders of one person's or one machine's, and package hosts other than PyPI's own.
 MACHINE_PATHS = re.compile(
-    r"(?<![\w.])/(?:home|Users)/\w+|/root/|/wor[k]/(?:main|shared)|/tm[p]/w/|https?://(?:10|172|192)\.\d+\."
+    r"(?<![\w.])/(?:home|Users)/\w+|/roo[t]/|/wor[k]/(?:main|shared)|/tm[p]/w/|https?://(?:10|172|192)\.\d+\."
 )
 UNTRIED = "# UNTRIED"  # how kimi_k2.5_8gpu.yaml marks a value that nobody has run yet
 
