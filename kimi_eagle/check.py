@@ -19,6 +19,8 @@ def check(
     """
     if (path / "manifest.json").is_file() or any(path.glob("part-*/manifest.json")):
         return _check_store(path, target, parameters)
+    if parameters:
+        raise BadInput(f"{path.name}: is no hidden-state store, and only those have a canary; leave out --canary.")
     if (path / "result.json").is_file():
         return "run", _run_faults(path)
     if (path / "config.json").is_file():

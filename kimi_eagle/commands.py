@@ -60,7 +60,7 @@ def extract(
     """Extract states outside the notebook, in parts; `kimi-eagle run FILE --from 02` then reads them as one and goes on."""
     from functools import partial
 
-    from kimi_eagle import paths
+    from kimi_eagle import chat, paths
     from kimi_eagle.extract import spread
 
     values = values_of(file)
@@ -68,6 +68,7 @@ def extract(
     answers, states = stage / "answers.jsonl", stage / "states"
     if bool(shard) == bool(ray):
         raise BadInput("extract: give either --shard i/n or --ray N.")
+    chat.read_answers(answers)  # a run without them is said before an engine loads
     if ray:
         from kimi_eagle.extract.configure import on_cpu
 

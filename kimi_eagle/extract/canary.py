@@ -19,10 +19,8 @@ from kimi_eagle.hidden_store import Store
 from kimi_eagle.target import Target
 
 FILE = "canary.safetensors"
-ROWS, TOKENS = (
-    10,
-    64,
-)  # of Kimi-K2.5: at most 37 MB. The first tokens of a row, whose states do not depend on what follows
+# Of Kimi-K2.5: at most 37 MB. The first tokens of a row, whose states do not depend on what follows.
+ROWS, TOKENS = 10, 64
 SHARE = 0.9  # of a prompt's tokens: one whose experts changed places between two right kernels is not held against them
 
 
@@ -50,11 +48,16 @@ def read(folder: Path) -> Canary:
     """The canary of a store; BadInput where it has none."""
     if not (folder / FILE).is_file():
         raise BadInput(f"store {folder.name}: no {FILE} in it; notebook 02 writes it once its verification is right.")
-    with safe_open(folder / FILE, "pt") as file:
-        names = dict.fromkeys(key.rpartition("/")[0] for key in file.keys())  # noqa: SIM118 - not a dict
-        rows = {n: (file.get_tensor(f"{n}/token_ids"), file.get_tensor(f"{n}/hidden_states")) for n in names}
-        note = file.metadata()
-    return Canary(json.loads(note["manifest"]), float(note["tolerance"]), rows)
+    try:
+        with safe_open(folder / FILE, "pt") as file:
+            names = dict.fromkeys(key.rpartition("/")[0] for key in file.keys())  # noqa: SIM118 - not a dict
+            rows = {n: (file.get_tensor(f"{n}/token_ids"), file.get_tensor(f"{n}/hidden_states")) for n in names}
+            note = file.metadata()
+        return Canary(json.loads(note["manifest"]), float(note["tolerance"]), rows)
+    except Exception as error:  # safetensors has its own error types
+        raise BadInput(
+            f"store {folder.name}: its {FILE} is damaged ({type(error).__name__}); run notebook 02 again."
+        ) from None
 
 
 def compare(kept: Canary, plan: loop.Plan, engine: Engine, folder: Path) -> tuple[float, list[str]]:

@@ -19,7 +19,7 @@ from kimi_eagle import target as targets
 from kimi_eagle.chat import Answer
 from kimi_eagle.durable import signed
 from kimi_eagle.errors import BadInput, CallFailed, MissingCapability, StageFailed
-from kimi_eagle.extract import backends, budget, configure, connector, groups, loop
+from kimi_eagle.extract import backends, budget, canary, configure, connector, groups, loop
 from kimi_eagle.hidden_store import Store, StoreWriter
 from kimi_eagle.target import Target, describe
 
@@ -280,3 +280,12 @@ def test_a_store_without_a_canary_says_where_one_comes_from(tmp_path):
     labs.make_store(tmp_path / "store", describe(tmp_path / "target"), "t", 3, 0)
     with pytest.raises(BadInput, match="notebook 02 writes it"):
         check.check(tmp_path / "store", parameters={"target": "tiny-kimi"})
+
+
+def test_a_canary_that_is_damaged_or_asked_of_a_head_is_one_sentence(tmp_path):
+    (tmp_path / "canary.safetensors").write_bytes(b"\xff" * 40)
+    with pytest.raises(BadInput, match=r"canary\.safetensors is damaged"):
+        canary.read(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match="only those have a canary"):
+        check.check(tmp_path, parameters={"target": "smollm2"})

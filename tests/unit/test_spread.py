@@ -118,7 +118,9 @@ def test_the_command_extracts_its_part_of_a_run(lab, monkeypatch):
         assert done.exit_code == 0 and "rows are stored" in done.output, done.output
     shutil.move(stage / "states", lab / "states")
     assert_every_row_once(lab, made_up_engine(lab)[0])
-    for arguments in ([], ["--shard", "0/2", "--ray", "1"]):
+    (stage / "answers.jsonl").unlink()
+    monkeypatch.setattr(spread, "opened", lambda values: pytest.fail("an engine was opened"))
+    for arguments in ([], ["--shard", "0/2", "--ray", "1"], ["--shard", "0/2"]):
         done = CliRunner().invoke(app, ["extract", str(file), *arguments])
         assert isinstance(done.exception, BadInput)
 
